@@ -1,0 +1,39 @@
+# Every target sets itself up in .venv, from nothing but python3 (3.11 or later) and a package index.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+MODEL  ?=
+export PYTHONSAFEPATH := 1
+
+.PHONY: install demo test stress lint bench clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtier needs Python 3.11 or later")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# The whole job on a fresh machine: a real model, real documents, three tiers, two modes.
+demo: install
+	$(BIN)/kvtier demo $(if $(MODEL),--model $(MODEL))
+
+test: install
+	$(BIN)/python -m pytest -q
+
+stress: install
+	$(BIN)/python -m pytest -q -m stress
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: install
+	for bench in index tiers attention requests; do $(BIN)/python bench/$$bench.py || exit 1; done
+
+clean:
+	rm -rf $(VENV) .demo build dist *.egg-info
