@@ -1,0 +1,1 @@
+"""The ground floor: names, the radix tree and the policies. No torch, no I/O, no clock."""

@@ -1,0 +1,12 @@
+"""Block bytes that a reader can recompute from the key alone, so that any mix-up shows."""
+
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+
+def block_bytes(key: bytes, nbytes: int) -> npt.NDArray[np.uint8]:
+    """uint8 [nbytes]: pseudo-random, the same for the same key (BLAKE2b seeds a PCG64)."""
+    seed = int.from_bytes(blake2b(key, digest_size=16).digest(), "little")
+    return np.frombuffer(np.random.default_rng(seed).bytes(nbytes), np.uint8).copy()
