@@ -1,0 +1,209 @@
+"""The whole cache against a plain dictionary, on the simulated device, with faults in every copy.
+
+The model is a set of block keys that were ever computed. Whatever order copies, lookups, fetches
+and puts run in, and whichever of them fail: a lease names only blocks of that set, each holding the
+bytes of its key; every slot is accounted for; and in the end everything comes to rest.
+"""
+
+from collections.abc import Callable
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    rule,
+)
+from kvtier.index.words import TierId
+from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.errors import TierFull
+from kvtier.tiers.lease import FlushTicket, Lease, Ticket
+from kvtier.tiers.mover import Mover
+from kvtier.tiers.pool import ArrayPool
+from kvtier.tiers.simulated import SimDevice, SimStore
+
+from tests.tiers.cache_rig import (
+    BLOCK_BYTES,
+    BLOCK_SIZE,
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    Rig,
+    doc,
+)
+
+HBM_SLOTS = 6
+
+shapes = st.sampled_from(
+    [
+        # (DRAM slots or None, store or None, store capacity)
+        (14, TierId.NVME, None),
+        (8, TierId.NVME, 9),
+        (7, TierId.NVME, None),
+        (5, TierId.NVME, 20),
+        (12, None, None),
+        (None, TierId.SIDECAR, 16),
+        (None, None, None),
+    ]
+)
+documents = st.builds(doc, st.integers(1, 3), st.integers(0, 6))
+namespaces = st.sampled_from([NAMESPACE, OTHER_NAMESPACE])
+
+
+class CacheMachine(RuleBasedStateMachine):
+    leases: Bundle[Lease] = Bundle("leases")
+    tickets: Bundle[Ticket] = Bundle("tickets")
+
+    @initialize(shape=shapes, seed=st.integers(0, 2**16), eager=st.sampled_from([None, True, False]))
+    def build(
+        self, shape: tuple[int | None, TierId | None, int | None], seed: int, eager: bool | None
+    ) -> None:
+        dram_slots, store_tier, capacity = shape
+        self.broken: Callable[[str], bool] = lambda name: False
+        self.device = SimDevice(seed, faults=lambda name: self.broken(name))
+        pools = [ArrayPool(TierId.HBM, HBM_SLOTS, BLOCK_BYTES, debug=True)]
+        if dram_slots is not None:
+            pools.append(ArrayPool(TierId.DRAM, dram_slots, BLOCK_BYTES, debug=True))
+        self.store = SimStore(store_tier, self.device, capacity=capacity) if store_tier else None
+        stores = [self.store] if self.store is not None else []
+        cache = TieredCache(
+            BLOCK_SIZE,
+            pools,
+            stores,
+            Mover(self.device),
+            self.device.signal,
+            clock=self.device.clock,
+            eager_copy_down=eager,
+        )
+        self.rig = Rig(cache, pools, stores)
+        self.open: dict[int, tuple[Lease, object]] = {}
+        self.tokens: dict[int, object] = {}
+        self.tickets_made: list[Ticket] = []
+
+    @rule(target=leases, namespace=namespaces, tokens=documents)
+    def acquire(self, namespace: bytes, tokens: object) -> Lease:
+        lease = self.rig.cache.acquire(namespace, tokens)  # type: ignore[arg-type]
+        self.tokens[lease.id] = tokens
+        return lease
+
+    @rule(lease=leases, patience=st.sampled_from([0.0, 100.0]))
+    def settle_and_compute(self, lease: Lease, patience: float) -> None:
+        if lease.released:
+            return
+        cache = self.rig.cache
+        if not lease.ticket.wait(cache.clock() + patience):
+            lease.ticket.settle()
+        try:
+            self.rig.compute(lease, self.tokens[lease.id], cache.clock() + patience)  # type: ignore[arg-type]
+        except TierFull:
+            pass
+
+    @rule(namespace=namespaces, tokens=documents)
+    def visit(self, namespace: bytes, tokens: object) -> None:
+        lease = self.acquire(namespace, tokens)
+        self.settle_and_compute(lease, 100.0)
+        self.rig.cache.release(lease)
+
+    @rule(lease=consumes(leases))
+    def release(self, lease: Lease) -> None:
+        self.rig.cache.release(lease)
+
+    @rule(target=leases, lease=leases)
+    def fork(self, lease: Lease) -> Lease:
+        if lease.released or not lease.ticket.is_done:
+            return lease
+        try:
+            twin = self.rig.cache.fork(lease)
+        except TierFull:
+            return lease
+        twin.ticket.wait(self.rig.cache.clock() + 100)
+        self.tokens[twin.id] = self.tokens[lease.id]
+        return twin
+
+    @rule(target=tickets, namespace=namespaces, tokens=documents)
+    def prefetch(self, namespace: bytes, tokens: object) -> Ticket:
+        ticket = self.rig.cache.prefetch(namespace, tokens)  # type: ignore[arg-type]
+        self.tickets_made.append(ticket)
+        return ticket
+
+    @rule(target=tickets, namespace=namespaces, tokens=documents)
+    def lookup(self, namespace: bytes, tokens: object) -> Ticket:
+        ticket = self.rig.cache.lookup(namespace, tokens)  # type: ignore[arg-type]
+        self.tickets_made.append(ticket)
+        return ticket
+
+    @rule(target=tickets, namespace=namespaces, tokens=documents)
+    def flush(self, namespace: bytes, tokens: object) -> Ticket:
+        ticket = self.rig.cache.flush(namespace, tokens)  # type: ignore[arg-type]
+        self.tickets_made.append(ticket)
+        return ticket
+
+    @rule(ticket=consumes(tickets))
+    def close(self, ticket: Ticket) -> None:
+        ticket.close()
+
+    @rule(n=st.integers(1, 12))
+    def run(self, n: int) -> None:
+        for _ in range(n):
+            self.device.run_one()
+        self.rig.cache.poll()
+
+    @rule(tier=st.sampled_from([TierId.HBM, TierId.DRAM]))
+    def shed(self, tier: TierId) -> None:
+        if tier in [pool.tier for pool in self.rig.pools]:
+            self.rig.cache.shed(tier, self.rig.cache.clock() + 5)
+
+    @rule(share=st.sampled_from([0, 0, 2, 5]))
+    def break_things(self, share: int) -> None:
+        """From now on one in `share` copies, lookups, fetches and puts fails (0: none)."""
+        choose = self.device.choose
+        self.broken = lambda name: share > 0 and choose(share) == 0
+
+    @rule(namespace=namespaces, tokens=documents)
+    def corrupt(self, namespace: bytes, tokens: object) -> None:
+        """The store loses a block it held, and all behind it."""
+        keys = sorted(self.rig.committed)
+        if self.store is not None and keys:
+            self.store.forget(namespace, keys[self.device.choose(len(keys))])
+
+    @invariant()
+    def every_slot_is_accounted_for_and_every_byte_is_right(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        self.rig.cache.check()
+        for lease in list(self.rig.cache._leases.values()):
+            if lease.id in self.tokens:
+                self.rig.expect_bytes(lease, self.tokens[lease.id], lease.landed_blocks)  # type: ignore[arg-type]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        cache = self.rig.cache
+        self.broken = lambda name: False
+        for lease in list(cache._leases.values()):
+            cache.release(lease)
+        for ticket in self.tickets_made:
+            ticket.close()
+        assert cache.drain(cache.clock() + 1000), cache.statistics()
+        self.device.run_all()
+        cache.check()
+        if self.store is not None:
+            self.store.check()
+        for pool in cache.statistics().pools:
+            assert pool.free + pool.resident == pool.total, pool
+
+
+TestCache = CacheMachine.TestCase
+TestCache.settings = settings(
+    max_examples=200,
+    stateful_step_count=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+
+def test_flush_ticket_is_a_ticket() -> None:
+    """The bundle above holds both kinds; closing either is one call."""
+    assert issubclass(FlushTicket, Ticket)

@@ -1,0 +1,476 @@
+"""The tiered cache: pools and a store under one radix index.
+
+Hands out leases on blocks of its fastest pool, brings blocks up for them, takes new blocks in, and
+moves blocks down as room is needed. Synchronous and thread-safe; it decides under one lock, and
+what it decides is carried out elsewhere: bytes move in the `Mover` and in the store, completion is
+polled. Knows nothing of models, prompts or HTTP.
+
+    [HBM, DRAM] + NVMe      embedded in the engine
+    [HBM] + sidecar         the engine beside a sidecar
+    [DRAM] + NVMe           the sidecar itself
+
+Only methods with a `deadline` ever wait; deadlines are absolute values of `clock`.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from threading import RLock
+
+import numpy as np
+
+from kvtier.index.radix import RadixIndex
+from kvtier.index.words import BlockIds, BlockKey, Residency, Slots, TierId, Tokens
+from kvtier.tiers.contracts import Checksums, Pool, Signal, Store
+from kvtier.tiers.errors import TierFull
+from kvtier.tiers.guard import LaunchGuard, SlotUse
+from kvtier.tiers.lease import (
+    CacheStatistics,
+    CopyTicket,
+    FlushTicket,
+    Lease,
+    Match,
+    PoolStatistics,
+    Ticket,
+)
+from kvtier.tiers.ledger import Ledger, mask_runs
+from kvtier.tiers.load import Load, reachable
+from kvtier.tiers.mover import Mover
+from kvtier.tiers.sink import Sink
+
+# A waiter looks again at least this often, in case a signal's owner died.
+LOOK_AGAIN_S = 0.5
+
+# Blocks are copied down ahead of eviction when the pool below is at least this many times larger.
+EAGER_RATIO = 2
+
+
+class TieredCache:
+    """An ordered list of tiers under one index. `pools` fastest first; at most one store.
+
+    `eager_copy_down` overrides the rule that new blocks are copied one level down at once when the
+    next pool is at least twice as large, or when a sidecar is next.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        pools: Sequence[Pool],
+        stores: Sequence[Store],
+        mover: Mover | None,
+        signal: Signal,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        eager_copy_down: bool | None = None,
+    ) -> None:
+        if not pools:
+            raise ValueError("pools: a cache needs at least one")
+        if len(stores) > 1:
+            raise ValueError("stores: one store below the pools, no more")
+        self.block_size = block_size
+        self.signal = signal
+        self.clock = clock
+        self._lock = RLock()
+        store = stores[0] if stores else None
+        columns = [pool.tier for pool in pools] + [s.tier for s in stores]
+        index = RadixIndex(block_size, columns, stores=[s.tier for s in stores])
+        eager = _is_eager(pools, store) if eager_copy_down is None else eager_copy_down
+        self._ledger = Ledger(index, pools, store, mover, eager=eager and len(columns) > 1)
+        self._index = index
+        self._loads: list[Load] = []
+        self._sinks: list[Sink] = []
+        self._leases: dict[int, Lease] = {}
+        self._next_lease = 1
+        self._hits: Counter[TierId] = Counter()
+        self._asked = 0
+        self._closed = False
+        self.guard = LaunchGuard(self._ledger.book, pools[0], mover, self._lock)
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        return self._lock
+
+    # ---- asking ----------------------------------------------------------------------------------
+
+    def match(self, namespace: bytes, tokens: Tokens) -> Match:
+        """What memory knows of this path. Touches no disk and changes nothing."""
+        with self._lock:
+            ids = reachable(self._ledger, namespace, tokens)
+            fastest = np.full(len(ids), self._ledger.store_col)
+            for col in reversed(range(len(self._ledger.pools))):
+                fastest[self._ledger.holds(col, ids)] = col
+            counts = Counter(self._ledger.tier(int(col)) for col in fastest)
+        by_tier = {tier: n * self.block_size for tier, n in counts.items()}
+        return Match(len(ids) * self.block_size, by_tier)
+
+    def acquire(
+        self,
+        namespace: bytes,
+        tokens: Tokens,
+        *,
+        limit: int | None = None,
+        prefetched: Ticket | None = None,
+    ) -> Lease:
+        """A lease on the longest cached prefix; loads begin for what lies below the top pool.
+
+        At most `limit` tokens are taken from the cache. `prefetched` is the ticket of an earlier
+        `prefetch` of these tokens: it is closed here, once the lease has its own pins. The lease
+        must be released. Never waits: see `Lease.ticket`.
+        """
+        with self._lock:
+            self._advance()
+            known = prefetched.sources if prefetched is not None else ()
+            load = Load(self._ledger, namespace, tokens[:limit], 0, known)
+            lease = Lease(self, self._next_lease, namespace, load)
+            self._next_lease += 1
+            self._leases[lease.id] = lease
+            self._asked += len(tokens)
+            self._track(load)
+        if prefetched is not None:
+            prefetched.close()
+        return lease
+
+    def prefetch(self, namespace: bytes, tokens: Tokens, *, limit: int | None = None) -> Ticket:
+        """Bring the path into the last pool, no further. Close the ticket when done with it."""
+        with self._lock:
+            self._advance()
+            last = len(self._ledger.pools) - 1
+            if last == 0:
+                return Ticket(self, None)
+            load = Load(self._ledger, namespace, tokens[:limit], last)
+            self._loads.append(load)
+            return Ticket(self, load)
+
+    def lookup(self, namespace: bytes, tokens: Tokens) -> Ticket:
+        """Find out how much of the path memory and the store have; moves nothing.
+
+        `Ticket.hit_tokens` tells, once done. Close the ticket afterwards.
+        """
+        with self._lock:
+            load = Load(self._ledger, namespace, tokens, len(self._ledger.pools))
+            self._loads.append(load)
+            return Ticket(self, load)
+
+    # ---- a request's life ------------------------------------------------------------------------
+
+    def extend(self, lease: Lease, n: int, *, deadline: float | None = None) -> None:
+        """Append `n` private slots to the lease's block table, evicting as needed.
+
+        Waits for blocks to go down until `deadline` (None: not at all). Raises `TierFull` with
+        nothing changed.
+        """
+        slots = self._take_all(n, deadline, f"lease {lease.id}")
+        with self._lock:
+            self._ledger.book.mark(slots, SlotUse.PRIVATE, lease.id)
+            lease.private = np.concatenate([lease.private, slots])
+
+    def commit(self, lease: Lease, tokens: Tokens) -> int:
+        """Share the whole blocks of `tokens`, all of whose KV stands in the lease's blocks.
+
+        A block that someone else has committed meanwhile is adopted: the lease's own slot for it is
+        freed, and `block_table` names the other. Returns how many blocks became shared.
+        """
+        with self._lock:
+            shared = lease.shared
+            whole = len(tokens) // self.block_size
+            if whole <= len(shared):
+                return 0
+            if whole > len(shared) + len(lease.private):
+                raise ValueError(f"commit: {len(tokens)} tokens do not fit in {lease!r}")
+            ids = self._index.insert(lease.namespace, tokens[: whole * self.block_size])
+            if not np.array_equal(ids[: len(shared)], shared):
+                raise ValueError(f"commit: tokens differ from those {lease!r} was acquired for")
+            new = ids[len(shared) :]
+            usable = self._settle_new(new, lease.private[: len(new)])
+            new, unusable = new[:usable], new[usable:]
+            self._index.forget(unusable)
+            self._index.pin(0, new)
+            lease.committed = np.concatenate([lease.committed, new])
+            lease.private = lease.private[usable:]
+            self._index.touch(0, lease.shared)
+            self._advance()
+            return usable
+
+    def fork(self, lease: Lease) -> Lease:
+        """A second lease on the same blocks; private ones (the partial tail) are copied.
+
+        Await `ticket` before using the copy. Raises `TierFull` with nothing changed.
+        """
+        slots = self._take_all(len(lease.private), None, f"a fork of lease {lease.id}")
+        with self._lock:
+            shared = lease.shared
+            load = Load(self._ledger, lease.namespace, np.empty(0, np.int32), 0)
+            twin = Lease(self, self._next_lease, lease.namespace, load)
+            self._next_lease += 1
+            self._leases[twin.id] = twin
+            self._index.pin(0, shared)
+            twin.committed = shared
+            twin.private = slots
+            self._ledger.book.mark(slots, SlotUse.PRIVATE, twin.id)
+            if len(slots):
+                twin.ticket = CopyTicket(self, self._ledger.copy_top(lease.private, slots))
+            return twin
+
+    def release(self, lease: Lease) -> None:
+        """End a lease: unpin what is shared, free what is private. Idempotent."""
+        with self._lock:
+            if lease.released:
+                return
+            lease.released = True
+            self._leases.pop(lease.id, None)
+            lease.load.settle()
+            self._hits.update(lease.sources)
+            committed, lease.committed = lease.committed, lease.committed[:0]
+            private, lease.private = lease.private, lease.private[:0]
+            self._index.unpin(0, committed)
+            lease.load.close()
+            self._ledger.free(0, private)
+            self._advance()
+
+    # ---- taking in from a sidecar's client -------------------------------------------------------
+
+    def reserve(self, n: int) -> Slots:
+        """`n` slots of the top pool for someone else to fill. Raises `TierFull`.
+
+        They end in `adopt` or `give_back`.
+        """
+        slots = self._take_all(n, None, "a reservation")
+        with self._lock:
+            self._ledger.book.mark(slots, SlotUse.PRIVATE)
+        return slots
+
+    def adopt(
+        self,
+        namespace: bytes,
+        tokens: Tokens,
+        start_block: int,
+        slots: Slots,
+        checksums: Checksums,
+    ) -> int:
+        """Take in reserved `slots` holding the blocks of `tokens` from `start_block` on.
+
+        `tokens` is the whole path from the root. Refused (0, slots freed) when a block before them
+        is unknown: it could never be matched. A block that is here already keeps its slot and frees
+        the given one. Returns how many of the blocks are now resident.
+        """
+        with self._lock:
+            before = reachable(self._ledger, namespace, tokens[: start_block * self.block_size])
+            end = (start_block + len(slots)) * self.block_size
+            if len(before) < start_block or len(tokens) < end:
+                self._ledger.free(0, slots)
+                return 0
+            new = self._index.insert(namespace, tokens[:end])[start_block:]
+            missing = self._ledger.lacks(0, new)
+            usable = self._settle_new(new, slots)
+            self._index.forget(new[usable:])
+            self._ledger.free(0, slots[usable:])
+            fresh = missing[:usable]
+            self._describe(new[:usable][fresh], slots[:usable][fresh], checksums[:usable][fresh])
+            self._index.touch(0, new[:usable])
+            self._advance()
+            return usable
+
+    def give_back(self, slots: Slots) -> None:
+        """Free reserved slots that were not adopted."""
+        with self._lock:
+            self._ledger.free(0, slots)
+
+    # ---- down ------------------------------------------------------------------------------------
+
+    def flush(self, namespace: bytes, tokens: Tokens) -> FlushTicket:
+        """Write this path durably into the store. Await the ticket, then close it."""
+        with self._lock:
+            sink = Sink(self._ledger, namespace, tokens)
+            self._sinks.append(sink)
+            self._advance()
+            return FlushTicket(self, sink)
+
+    def shed(self, tier: TierId, deadline: float | None = None) -> int:
+        """Evict every block of a pool that nothing pins, copying down first; how many went."""
+        col = [pool.tier for pool in self._ledger.pools].index(tier)
+        before = self._resident(col)
+        while True:
+            ticks = self.signal.ticks
+            with self._lock:
+                self._advance()
+                self._ledger.evict(col, self._ledger.pools[col].num_slots)
+                evictable = len(self._index.victims(col, 1))
+                idle = not self._ledger.in_flight
+            if not evictable and idle:
+                break
+            if not self._wait(ticks, deadline):
+                break
+        return before - self._resident(col)
+
+    def has_room(self, n: int) -> bool:
+        """Whether `n` slots of the top pool are free or can be evicted."""
+        with self._lock:
+            free = self._ledger.pools[0].num_free
+            return free >= n or free + self._index.evictable(0) >= n
+
+    # ---- driving ---------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Move everything on as far as it goes. Cheap when nothing is in flight."""
+        with self._lock:
+            self._advance()
+
+    def drain(self, deadline: float | None = None) -> bool:
+        """Poll until nothing is in flight; False if `deadline` came first."""
+        while True:
+            ticks = self.signal.ticks
+            with self._lock:
+                self._advance()
+                idle = not (self._ledger.in_flight or self._loads or self._sinks)
+            if idle:
+                return True
+            if not self._wait(ticks, deadline):
+                return False
+
+    def wait_until_done(self, ticket: Ticket, deadline: float | None) -> bool:
+        """See `Ticket.wait`."""
+        while True:
+            ticks = self.signal.ticks
+            self.poll()
+            if ticket.is_done:
+                return True
+            if not self._wait(ticks, deadline):
+                return False
+
+    def slots_of(self, ids: BlockIds) -> Slots:
+        """Top-pool slots of blocks that are RESIDENT there."""
+        with self._lock:
+            return self._index.slots(0, ids)
+
+    def fence_compute(self, slots: Slots) -> None:
+        """Make later compute wait for the copies that filled these top-pool slots."""
+        if self._ledger.mover is not None:
+            self._ledger.mover.fence_compute(self._ledger.pools[0], slots)
+
+    def close(self) -> None:
+        """Close the store (finishing what is in flight there). Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._ledger.store is not None:
+            self._ledger.store.close()
+        self.poll()
+
+    # ---- looking ---------------------------------------------------------------------------------
+
+    def statistics(self) -> CacheStatistics:
+        with self._lock:
+            hits = self._hits.copy()
+            for lease in self._leases.values():
+                hits.update(lease.sources)
+            index = self._index.statistics()
+            return CacheStatistics(
+                pools=tuple(self._pool_statistics(col) for col in range(len(self._ledger.pools))),
+                blocks=index.blocks,
+                hit_tokens={tier: n * self.block_size for tier, n in hits.items()},
+                asked_tokens=self._asked,
+                in_flight=self._ledger.in_flight,
+                loads=len(self._loads),
+                sinks=len(self._sinks),
+                leases=len(self._leases),
+                dropped=self._ledger.dropped,
+            )
+
+    def check(self) -> None:
+        """Verify the index, and that every slot of every pool is accounted for once."""
+        with self._lock:
+            self._index.check()
+            for col, pool in enumerate(self._ledger.pools):
+                s = self._pool_statistics(col)
+                used = s.resident + s.filling + s.leaving + s.private + s.limbo
+                if used + s.free != s.total:
+                    raise AssertionError(f"{pool.tier}: slots do not add up: {s}")
+
+    # ---- inside ----------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        self._ledger.advance()
+        for load in self._loads:
+            load.advance()
+        self._loads = [load for load in self._loads if not load.done]
+        for sink in self._sinks:
+            sink.advance()
+        self._sinks = [sink for sink in self._sinks if not sink.done]
+
+    def _track(self, load: Load) -> None:
+        if not load.done:
+            self._loads.append(load)
+
+    def _settle_new(self, new: BlockIds, slots: Slots) -> int:
+        """Make freshly filled blocks RESIDENT, or adopt those that are; how many leading could.
+
+        A block that a copy is filling right now can be neither; it ends the run.
+        """
+        self._ledger.keep(0, new)
+        filling = self._index.state(0, new) == Residency.FILLING
+        usable = int(np.argmax(filling)) if filling.any() else len(new)
+        missing = self._ledger.lacks(0, new[:usable])
+        given = slots[:usable]
+        for start, stop in mask_runs(missing):
+            self._ledger.made(new[start:stop], given[start:stop])
+        if not missing.all():
+            self._ledger.free(0, given[~missing])
+        return usable
+
+    def _describe(self, ids: BlockIds, slots: Slots, checksums: Checksums) -> None:
+        keys: list[BlockKey] = [self._index.keys(ids[i : i + 1])[0] for i in range(len(ids))]
+        if keys:
+            self._ledger.pools[0].describe(slots, keys, checksums)
+
+    def _take_all(self, n: int, deadline: float | None, who: str) -> Slots:
+        """`n` slots of the top pool, or `TierFull` and none."""
+        pool = self._ledger.pools[0]
+        while True:
+            ticks = self.signal.ticks
+            with self._lock:
+                self._advance()
+                if pool.num_free < n:
+                    self._ledger.evict(0, n - pool.num_free)
+                if pool.num_free >= n:
+                    return pool.alloc(n)
+                hopeless = not self._ledger.going_down(0) and not self._ledger.limbo(0)
+            if deadline is None or hopeless or not self._wait(ticks, deadline):
+                raise TierFull(
+                    f"{pool.tier}: no room for {n} blocks for {who}: "
+                    f"{pool.num_free} of {pool.num_slots} are free, the rest is in use"
+                )
+
+    def _wait(self, ticks: int, deadline: float | None) -> bool:
+        """Sleep until something happens; False once `deadline` has passed."""
+        left = LOOK_AGAIN_S if deadline is None else deadline - self.clock()
+        if left <= 0:
+            return False
+        self.signal.wait(ticks, min(left, LOOK_AGAIN_S))
+        return True
+
+    def _resident(self, col: int) -> int:
+        with self._lock:
+            return self._index.count(col, Residency.RESIDENT)
+
+    def _pool_statistics(self, col: int) -> PoolStatistics:
+        pool, index = self._ledger.pools[col], self._index
+        resident = index.count(col, Residency.RESIDENT)
+        return PoolStatistics(
+            tier=pool.tier,
+            total=pool.num_slots,
+            free=pool.num_free,
+            resident=resident,
+            filling=index.count(col, Residency.FILLING),
+            leaving=index.count(col, Residency.LEAVING),
+            private=self._ledger.book.count(SlotUse.PRIVATE) if col == 0 else 0,
+            limbo=self._ledger.limbo(col),
+            pinned=resident - index.evictable(col),
+        )
+
+
+def _is_eager(pools: Sequence[Pool], store: Store | None) -> bool:
+    if len(pools) > 1:
+        return pools[1].num_slots >= EAGER_RATIO * pools[0].num_slots
+    return store is not None and store.tier is TierId.SIDECAR

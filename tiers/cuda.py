@@ -1,0 +1,278 @@
+"""Copies between GPU memory and host memory: CUDA streams, events and page-locked memory.
+
+One stream each way, the copy engines only. A block that moves down lands after a host thread has
+waited for its copy and hashed what arrived; one that moves up lands when a host thread has seen its
+event. Host memory must be registered: a copy from pageable memory would run, slowly and
+synchronously, and nothing would say so.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import torch
+from xxhash import xxh3_64_intdigest
+
+from kvtier.index.errors import KvtierError
+from kvtier.tiers.contracts import Flight, Pool, Signal
+from kvtier.tiers.device import COMPUTE, D2H, H2D, LANDING_BYTES, Copy, Event, coalesce, rows
+from kvtier.tiers.hbm import HbmPool
+from kvtier.tiers.pool import ArrayPool
+
+# Registering a whole arena has failed above 64 GB on some drivers (vLLM #51080, #52656).
+CHUNK_BYTES = 4 << 30
+
+_PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every device
+_POLL_S = 0.0002
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+class Registration:
+    """Host memory page-locked for CUDA, in chunks of whole slots. Close it before the pool.
+
+    `chunk_slots`: a single copy must not cross a multiple of this many slots, for CUDA knows the
+    chunks as separate regions.
+    """
+
+    def __init__(self, address: int, nbytes: int, chunk_bytes: int, chunk_slots: int) -> None:
+        """Raises `KvtierError`, nothing left registered, if CUDA refuses a chunk."""
+        self.chunk_slots = chunk_slots
+        self._locked: list[int] = []
+        for start in range(0, nbytes, chunk_bytes):
+            length = min(chunk_bytes, nbytes - start)
+            code = int(_cudart().cudaHostRegister(address + start, length, _PORTABLE))
+            if code != 0:
+                self.close()
+                raise KvtierError(
+                    f"dram: CUDA error {code} page-locking {length:,} bytes at {start:,} of "
+                    f"{nbytes:,}; make the DRAM tier smaller or raise the memory lock limit "
+                    "(ulimit -l)"
+                )
+            self._locked.append(address + start)
+
+    def close(self) -> None:
+        """Unlock what was locked. Idempotent."""
+        while self._locked:
+            _cudart().cudaHostUnregister(self._locked.pop())
+
+
+def register_cuda(pool: ArrayPool) -> Registration:
+    """Page-lock all slots of a host pool for CUDA. Raises `KvtierError` where that fails."""
+    num_slots, stride = pool.array.shape
+    chunk_slots = max(1, CHUNK_BYTES // stride)
+    return Registration(
+        pool.array.ctypes.data, num_slots * stride, chunk_slots * stride, chunk_slots
+    )
+
+
+class CudaEvent:
+    """A recorded CUDA event. A lost context ends it with an error: nothing is copied any more."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+        self._error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        try:
+            return self._error is not None or bool(self.event.query())  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            self._error = error
+            return True
+
+    @property
+    def error(self) -> Exception | None:
+        return self._error
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """CUDA has no timed wait: with a timeout, asks every 0.2 ms."""
+        if timeout_s is None:
+            self.event.synchronize()
+            return True
+        deadline = time.monotonic() + timeout_s
+        while not self.done:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+
+@dataclass(frozen=True)
+class _Landing:
+    """Blocks whose bytes have arrived once `event` is done."""
+
+    event: torch.cuda.Event
+    blocks: list[int]
+
+
+class CudaDevice:
+    """Copy streams beside the engine's. "compute" is the stream current in the calling thread.
+
+    Promotion has the higher stream priority. Raises `RuntimeError` from any call once the CUDA
+    context is lost. Not to be called while a graph is captured.
+    """
+
+    def __init__(self, signal: Signal, index: int = 0) -> None:
+        self.signal = signal
+        self._device = torch.device("cuda", index)
+        self._streams = {
+            H2D: torch.cuda.Stream(self._device, priority=-1),  # type: ignore[no-untyped-call]
+            D2H: torch.cuda.Stream(self._device, priority=0),  # type: ignore[no-untyped-call]
+        }
+        self._landers = {
+            stream: ThreadPoolExecutor(1, f"kvtier-{stream}", torch.cuda.set_device, (index,))
+            for stream in self._streams
+        }
+        self._registered: dict[Pool, Registration] = {}
+        self._lock = Lock()
+
+    def register(self, pool: ArrayPool) -> None:
+        """Page-lock a host pool, for as long as this device is open. Once is enough.
+
+        Raises `KvtierError` where CUDA refuses.
+        """
+        with self._lock, torch.cuda.device(self._device):
+            if pool not in self._registered:
+                self._registered[pool] = register_cuda(pool)
+
+    def forget(self, pool: ArrayPool) -> None:
+        """Finish what was submitted and unlock a pool, before it is closed."""
+        with self._lock:
+            registration = self._registered.pop(pool, None)
+        if registration is not None:
+            for stream in self._streams.values():
+                stream.synchronize()
+            registration.close()
+
+    def submit(
+        self,
+        stream: str,
+        copies: Sequence[Copy],
+        after: Sequence[Event],
+        flight: Flight,
+        *,
+        checksum: bool,
+    ) -> Event:
+        queue = self._streams[stream]
+        runs = self._runs(copies)
+        if not runs:
+            return self.record(stream)
+        landings: list[_Landing] = []
+        with self._lock, torch.cuda.stream(queue):
+            self._fence(queue, after)
+            blocks: list[int] = []
+            nbytes = 0
+            failed = False
+            try:
+                for run in runs:
+                    first = copies[run.start]
+                    target = self._rows(first.dst, first.dst_slot, len(run))
+                    target.copy_(self._rows(first.src, first.src_slot, len(run)), non_blocking=True)
+                    blocks += run
+                    nbytes += target.numel()
+                    if nbytes >= LANDING_BYTES or run is runs[-1]:
+                        landings.append(_Landing(self._mark(queue), blocks))
+                        blocks, nbytes = [], 0
+            except RuntimeError as error:
+                failed = True
+                flight.fail_rest(error)
+            # The event a block lands by is the event its slot is idle by, so no second wake-up is
+            # needed. After an error the queue's end covers what was queued before it.
+            end = CudaEvent(self._mark(queue) if failed else landings[-1].event)
+        self._landers[stream].submit(_land, landings, copies, flight, checksum=checksum)
+        return end
+
+    def record(self, stream: str) -> Event:
+        return CudaEvent(self._mark(self._queue(stream)))
+
+    def wait_for(self, stream: str, events: Sequence[Event]) -> None:
+        self._fence(self._queue(stream), events)
+
+    def close(self) -> None:
+        for lander in self._landers.values():
+            lander.shutdown()
+        for stream in self._streams.values():
+            stream.synchronize()
+        for registration in self._registered.values():
+            registration.close()
+        self._registered.clear()
+
+    def _queue(self, stream: str) -> torch.cuda.Stream:
+        if stream == COMPUTE:
+            return torch.cuda.current_stream(self._device)
+        return self._streams[stream]
+
+    def _mark(self, queue: torch.cuda.Stream) -> torch.cuda.Event:
+        event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(queue)
+        return event
+
+    def _fence(self, queue: torch.cuda.Stream, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, CudaEvent):
+                queue.wait_event(event.event)
+            elif not event.done:
+                raise TypeError(f"{event!r} is an event of another device")
+
+    def _runs(self, copies: Sequence[Copy]) -> list[range]:
+        """Raises `ValueError` for a host pool that is not registered."""
+        chunks: dict[Pool, int] = {}
+        for pool in {copy.src for copy in copies} | {copy.dst for copy in copies}:
+            if isinstance(pool, HbmPool):
+                continue
+            registration = self._registered.get(pool)
+            if registration is None:
+                raise ValueError(f"{pool!r} is not registered with CUDA: call register first")
+            is_dense = int(rows(pool, 0, 1).strides[0]) == pool.block_bytes
+            chunks[pool] = registration.chunk_slots if is_dense else 1
+        return runs_within(copies, chunks)
+
+    def _rows(self, pool: Pool, slot: int, n: int) -> torch.Tensor:
+        """uint8 `[n, block_bytes]`, contiguous."""
+        if isinstance(pool, HbmPool):
+            return pool.flat[slot : slot + n]
+        return torch.from_numpy(rows(pool, slot, n))
+
+
+def runs_within(copies: Sequence[Copy], chunks: Mapping[Pool, int]) -> list[range]:
+    """Neighbours to copy at once, none across a multiple of its pool's `chunks` slots.
+
+    Such a multiple is the border of a registered chunk; with 1, slots have padding behind them and
+    every block is a copy of its own.
+    """
+    runs: list[range] = []
+    for run in coalesce(copies, LANDING_BYTES):
+        first = copies[run.start]
+        borders = {run.start, run.stop}
+        for pool, slot in ((first.src, first.src_slot), (first.dst, first.dst_slot)):
+            if pool in chunks:
+                borders.update(range(run.start + -slot % chunks[pool], run.stop, chunks[pool]))
+        runs += [range(a, b) for a, b in pairwise(sorted(borders))]
+    return runs
+
+
+def _land(
+    landings: Sequence[_Landing], copies: Sequence[Copy], flight: Flight, *, checksum: bool
+) -> None:
+    try:
+        for landing in landings:
+            landing.event.synchronize()
+            sums = None
+            if checksum:
+                targets = (copies[block] for block in landing.blocks)
+                sums = np.array(
+                    [xxh3_64_intdigest(rows(c.dst, c.dst_slot, 1).data) for c in targets],
+                    np.uint64,
+                )
+            flight.land(landing.blocks, sums)
+    except BaseException as error:
+        flight.fail_rest(error if isinstance(error, Exception) else None)
+        raise

@@ -1,0 +1,40 @@
+"""What the storage service may tell a caller. Each message names the thing and the cure."""
+
+from kvtier.index.errors import KvtierError
+
+
+class TierFull(KvtierError):
+    """No room, now and within the deadline; nothing was changed. Retry, or do without."""
+
+
+class CapacityTooSmall(KvtierError):
+    """A tier was given less room than one block takes."""
+
+
+class StoreInUse(KvtierError):
+    """Another process owns the store directory."""
+
+
+class StoreVersion(KvtierError):
+    """The store was written in a format this version does not read."""
+
+
+class StoreCorrupt(KvtierError):
+    """The store's catalogue or a record contradicts itself. Never raised for one bad block on
+    the request path: that is a miss, counted and quarantined."""
+
+
+class StoreUnsupported(KvtierError):
+    """The file system cannot do what the store needs (hole punching, or any writing at all)."""
+
+
+class SidecarUnavailable(KvtierError):
+    """No sidecar answers at the socket, or it refused the hello."""
+
+
+class LaunchRefused(Exception):
+    """A kernel launch named a slot it may not read. A bug in the caller, so not a `KvtierError`."""
+
+
+class RecordRefused(StoreCorrupt):
+    """A record's header is damaged, or describes something else than what was asked for."""

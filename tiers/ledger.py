@@ -1,0 +1,404 @@
+"""Who is where, and what is on its way: residency, slots and moves in flight.
+
+The ledger is the cache's inner half: it changes the index's columns, takes and frees slots, starts
+moves and applies their outcomes. Every method is called with the cache's lock held and returns at
+once; bytes move elsewhere. It knows no leases and no requests: who wants a block up is a `Load`,
+who wants it down is a `Sink` or an eviction.
+
+Levels are numbered as the index's columns: pools fastest first, then the store (if there is one).
+A block is *clean* in a pool when the level below has it too: it can be evicted at once. Eviction
+sends the others down first and takes them when they have become clean.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.index.radix import RadixIndex
+from kvtier.index.words import BlockIds, BlockKey, Residency, Slots, TierId
+from kvtier.tiers.contracts import PENDING, Fetch, Flight, Pool, Put, Store
+from kvtier.tiers.guard import SlotBook, SlotUse
+from kvtier.tiers.mover import Mover
+
+Mask = npt.NDArray[np.bool_]
+
+# Blocks go down to a store in groups, so that one sync serves many; at most an eighth of the pool.
+EVICTION_GROUP = 32
+
+
+@dataclass(frozen=True)
+class Move:
+    """Blocks `ids` being copied from level `src` to level `dst`.
+
+    `slots` are the destination's (None when `dst` is the store). `arrived(position, tier)` tells
+    whoever asked where a block really came from.
+    """
+
+    flight: Flight
+    ids: BlockIds
+    src: int
+    dst: int
+    slots: Slots | None
+    arrived: Callable[[int, TierId | None], None] | None = None
+
+
+class Ledger:
+    """Residency of every block in every level, and the moves that change it."""
+
+    def __init__(
+        self,
+        index: RadixIndex,
+        pools: Sequence[Pool],
+        store: Store | None,
+        mover: Mover | None,
+        *,
+        eager: bool,
+    ) -> None:
+        self.index = index
+        self.pools = tuple(pools)
+        self.store = store
+        self.mover = mover
+        self.book = SlotBook(pools[0].num_slots)
+        self.store_col = len(self.pools)
+        self.dropped = 0
+        self._eager = eager
+        self._moves: list[Move] = []
+        self._draining: list[tuple[int, BlockIds]] = []
+        self._limbo: list[tuple[int, Slots]] = []
+        self._writing: set[int] = set()
+        self._refused: set[tuple[int, int]] = set()
+        self._fresh: deque[BlockIds] = deque()
+
+    # ---- levels ----------------------------------------------------------------------------------
+
+    @property
+    def levels(self) -> int:
+        return len(self.pools) + (self.store is not None)
+
+    def tier(self, col: int) -> TierId:
+        return self.index.columns[col]
+
+    def holds(self, col: int, ids: BlockIds) -> Mask:
+        """Which blocks are RESIDENT in `col` (in the store: hinted; in no level at all: none)."""
+        if col >= self.levels:
+            return np.zeros(len(ids), np.bool_)
+        return self.index.state(col, ids) == Residency.RESIDENT
+
+    def lacks(self, col: int, ids: BlockIds) -> Mask:
+        """Which blocks are ABSENT in `col`."""
+        if col >= self.levels:
+            return np.ones(len(ids), np.bool_)
+        return self.index.state(col, ids) == Residency.ABSENT
+
+    def keep(self, col: int, ids: BlockIds) -> None:
+        """Blocks that were about to leave `col` stay: their bytes are still whole."""
+        leaving = ids[self.index.state(col, ids) == Residency.LEAVING]
+        if len(leaving):
+            self.index.cancel_leave(col, leaving)
+
+    def is_being_written(self, ids: BlockIds) -> Mask:
+        """Which blocks a put in flight is carrying to the store."""
+        return np.fromiter((int(block) in self._writing for block in ids), np.bool_, len(ids))
+
+    # ---- up --------------------------------------------------------------------------------------
+
+    def raise_blocks(
+        self,
+        ids: BlockIds,
+        col: int,
+        slots: Slots,
+        arrived: Callable[[int, TierId | None], None],
+    ) -> None:
+        """Start filling pool `col` from the level below.
+
+        `ids` are one branch, root first, ABSENT in `col` and RESIDENT below; `slots` were just
+        taken. The source is pinned until each block's outcome is known.
+        """
+        self.index.begin_fill(col, ids, slots)
+        if col == 0:
+            self.book.mark(slots, SlotUse.FILLING)
+        below = col + 1
+        if below < len(self.pools):
+            self.index.pin(below, ids)
+            flight = self._mover().promote(
+                self.pools[below], self.index.slots(below, ids), self.pools[col], slots
+            )
+        else:
+            namespace, parent, keys, prefix = self._address(ids)
+            tokens = self.index.tokens_of(ids)
+            flight = self._store().fetch(
+                Fetch(namespace, parent, tokens, keys, prefix, self.pools[col], slots)
+            )
+        self._moves.append(Move(flight, ids, below, col, slots, arrived))
+
+    def made(self, ids: BlockIds, slots: Slots) -> None:
+        """Blocks that compute (or a sidecar's client) has filled become RESIDENT on top."""
+        self.index.begin_fill(0, ids, slots)
+        self.index.finish_fill(0, ids)
+        self.book.mark(slots, SlotUse.RESIDENT)
+        if self._eager:
+            self.index.pin(1, ids)  # keeps the ids theirs while they wait in the queue
+            self._fresh.append(ids)
+
+    # ---- down ------------------------------------------------------------------------------------
+
+    def lower_blocks(self, ids: BlockIds, col: int) -> int:
+        """Start copying blocks from pool `col` one level down; how many could be started.
+
+        `ids` are one branch, root first, RESIDENT in `col` and absent below. They are pinned in
+        `col` until each one's outcome is known. Fewer than all start when there is no room below.
+        """
+        below = col + 1
+        if below == self.store_col:
+            self._put(ids, col)
+            return len(ids)
+        slots = self.take(below, len(ids))
+        started = ids[: len(slots)]
+        if len(started):
+            self.index.begin_fill(below, started, slots)
+            self.index.pin(col, started)
+            flight = self._mover().demote(
+                self.pools[col], self.index.slots(col, started), self.pools[below], slots
+            )
+            self._moves.append(Move(flight, started, col, below, slots))
+        return len(started)
+
+    def _put(self, ids: BlockIds, col: int) -> None:
+        self.index.pin(col, ids)
+        self._writing.update(ids.tolist())
+        pool, slots = self.pools[col], self.index.slots(col, ids)
+        namespace, parent, keys, prefix = self._address(ids)
+        checksums = pool.checksums(slots) if pool.tier is TierId.DRAM else None
+        tokens = self.index.tokens_of(ids)
+        flight = self._store().put(
+            Put(namespace, parent, tokens, keys, prefix, pool, slots, checksums)
+        )
+        self._moves.append(Move(flight, ids, col, self.store_col, None))
+
+    def _address(
+        self, ids: BlockIds
+    ) -> tuple[bytes, BlockKey, tuple[BlockKey, ...], npt.NDArray[np.int32]]:
+        first = int(ids[0])
+        above = self.index.path(first)[:-1]
+        return (
+            self.index.namespace_of(first),
+            self.index.parent_key(first),
+            tuple(self.index.keys(ids)),
+            self.index.tokens_of(above),
+        )
+
+    def copy_top(self, src: Slots, dst: Slots) -> Flight:
+        """Copy slots of the top pool to others of it (the partial tail of a fork)."""
+        return self._mover().promote(self.pools[0], src, self.pools[0], dst)
+
+    # ---- outcomes --------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Apply what moves have reported since the last call; free slots that have come idle."""
+        moves, self._moves = self._moves, []
+        for move in moves:
+            ended = move.flight.done  # read before the news: what comes later is read next time
+            landed, failed = move.flight.news()
+            if len(landed):
+                self._landed(move, landed)
+            if len(failed):
+                self._failed(move, failed)
+            if not ended:
+                self._moves.append(move)
+        draining, self._draining = self._draining, []
+        for col, ids in draining:
+            self._leave(col, ids[self.index.state(col, ids) == Residency.LEAVING])
+        limbo, self._limbo = self._limbo, []
+        for col, slots in limbo:
+            self.free(col, slots)
+        self._copy_down_fresh()
+
+    def _landed(self, move: Move, positions: npt.NDArray[np.intp]) -> None:
+        ids = move.ids[positions]
+        if move.slots is None:
+            self.index.set_hint(move.dst, ids)
+            self._writing.difference_update(ids.tolist())
+        else:
+            slots = move.slots[positions]
+            keys = [self.index.keys(ids[i : i + 1])[0] for i in range(len(ids))]
+            self.pools[move.dst].describe(slots, keys, move.flight.checksums[positions])
+            self.index.finish_fill(move.dst, ids)
+            if move.dst == 0:
+                self.book.mark(slots, SlotUse.RESIDENT)
+            if self.tier(move.src) is TierId.NVME and self.tier(move.dst) is TierId.DRAM:
+                self.index.touch_cold(move.dst, ids)
+        if move.arrived is not None:
+            for position in positions.tolist():
+                move.arrived(position, move.flight.sources[position])
+        if move.src < len(self.pools):
+            self.index.unpin(move.src, ids)
+
+    def _failed(self, move: Move, positions: npt.NDArray[np.intp]) -> None:
+        ids = move.ids[positions]
+        if move.slots is None:
+            self._writing.difference_update(ids.tolist())
+        if move.dst > move.src:
+            # The level below does not take it: the next eviction drops it rather than try again.
+            self._refused.update((move.src, int(block)) for block in ids)
+        if move.slots is not None:
+            self.free(move.dst, self.index.abort_fill(move.dst, ids))
+        if move.src < len(self.pools):
+            self.index.unpin(move.src, ids)
+        else:
+            # Gone or corrupt: what the hints promised below this block is gone as well.
+            self.index.clear_hint(move.src, ids)
+
+    def _copy_down_fresh(self) -> None:
+        """Copy new blocks one level down soon after they were made, so that eviction is free."""
+        for _ in range(len(self._fresh)):
+            ids = self._fresh.popleft()
+            wanted = self.holds(0, ids) & self.lacks(1, ids) & ~self.is_being_written(ids)
+            later: list[BlockIds] = []
+            for run in branch_runs(ids, wanted):
+                parent = self.index.path(int(run[0]))[-2:-1]
+                blocked = self.store_col == 1 and bool(self.is_being_written(parent).any())
+                started = 0 if blocked else self.lower_blocks(run, 0)
+                if started < len(run) and (blocked or not self.is_quiet(1)):
+                    later.append(run[started:])  # else no room will come: eviction sees to it
+            for run in later:
+                self.index.pin(1, run)
+                self._fresh.append(run)
+            self.index.unpin(1, ids)
+
+    # ---- room ------------------------------------------------------------------------------------
+
+    def take(self, col: int, n: int) -> Slots:
+        """Up to `n` slots of pool `col`, now: free ones, then those of clean blocks.
+
+        Blocks without a copy below are sent down; their slots come free later.
+        """
+        pool = self.pools[col]
+        if pool.num_free < n:
+            self.evict(col, n - pool.num_free)
+        return pool.alloc(min(n, pool.num_free))
+
+    def free(self, col: int, slots: Slots) -> None:
+        """Give slots back once no recorded reader or writer is left on them."""
+        if col == 0:
+            self.book.mark(slots, SlotUse.FREE)
+        if self.mover is not None and not self.mover.idle(self.pools[col], slots):
+            self._limbo.append((col, slots))
+        else:
+            self.pools[col].free(slots)
+
+    def evict(self, col: int, n: int) -> None:
+        """Free `n` slots of pool `col` as far as possible, least recently used leaves first."""
+        group = min(EVICTION_GROUP, max(1, self.pools[col].num_slots // 8))
+        victims = self.index.victims(col, max(n, group))
+        if col + 1 >= self.levels:
+            self._leave(col, victims[:n])
+            return
+        clean = self.holds(col + 1, victims) | self._is_refused(col, victims)
+        self._leave(col, victims[clean][:n])
+        short = n - int(np.count_nonzero(clean)) - self.going_down(col)
+        if short > 0:
+            dirty = victims[~clean & self.lacks(col + 1, victims)]
+            for run in self._branches(dirty[: max(short, group)]):
+                self._send_down(col, run)
+
+    def going_down(self, col: int) -> int:
+        """Blocks on their way from `col` to the level below: slots that will be clean soon."""
+        return sum(
+            int(np.count_nonzero(m.flight.status == PENDING))
+            for m in self._moves
+            if m.src == col and m.dst > col
+        )
+
+    def is_quiet(self, col: int) -> bool:
+        """No move reads or fills pool `col` and no slot of it is about to come free: waiting for
+        room would be waiting for someone to let go."""
+        busy = any(not m.flight.done and col in (m.src, m.dst) for m in self._moves)
+        return not busy and not self.limbo(col) and not any(c == col for c, _ in self._draining)
+
+    def _leave(self, col: int, ids: BlockIds) -> None:
+        """RESIDENT or LEAVING -> ABSENT, as soon as nothing reads the slots any more."""
+        if not len(ids):
+            return
+        staying = ids[self.holds(col, ids)]
+        if len(staying):
+            self.index.begin_leave(col, staying)
+        if self.mover is not None and not self.mover.idle(
+            self.pools[col], self.index.slots(col, ids)
+        ):
+            self._draining.append((col, ids))
+            return
+        self.dropped += int(np.count_nonzero(~self.holds(col + 1, ids)))
+        self._refused.difference_update((col, int(block)) for block in ids)
+        self.free(col, self.index.finish_leave(col, ids))
+
+    def _is_refused(self, col: int, ids: BlockIds) -> Mask:
+        if not self._refused:
+            return np.zeros(len(ids), np.bool_)
+        return np.fromiter(
+            ((col, int(block)) in self._refused for block in ids), np.bool_, len(ids)
+        )
+
+    def _branches(self, leaf_first: BlockIds) -> list[BlockIds]:
+        """Cut a leaf-first plan into root-first runs of one branch each."""
+        runs: dict[int, list[int]] = {}  # by the last block of the run
+        for block in leaf_first[::-1].tolist():
+            run = runs.pop(self.index.parent(block), [])
+            run.append(block)
+            runs[block] = run
+        return [np.asarray(run, np.int32) for run in runs.values()]
+
+    def _send_down(self, col: int, run: BlockIds) -> None:
+        """Copy a branch down; drop it where the level below can't take it and won't soon."""
+        if col + 1 < self.store_col:
+            if self.lower_blocks(run, col) == 0 and not self.going_down(col + 1):
+                self._leave(col, run)
+            return
+        missing = self._missing_ancestors(run)
+        if self.is_being_written(missing).any():
+            return  # its ancestors are on their way; the next eviction finds them published
+        if self.holds(col, missing).all():
+            # The store keeps a block only after its parents, so they travel in the same flight.
+            self.lower_blocks(np.concatenate([missing, run]), col)
+        else:
+            self._leave(col, run)
+
+    def _missing_ancestors(self, run: BlockIds) -> BlockIds:
+        """Ancestors of `run` that the store lacks, root first."""
+        above = self.index.path(int(run[0]))[:-1]
+        return above[self.lacks(self.store_col, above)]
+
+    def _mover(self) -> Mover:
+        if self.mover is None:
+            raise ValueError("a cache of several pools needs a mover")
+        return self.mover
+
+    def _store(self) -> Store:
+        if self.store is None:
+            raise ValueError("this cache has no store")
+        return self.store
+
+    # ---- accounts --------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        """Blocks in moves that have not ended, plus new blocks waiting to be copied down."""
+        moving = sum(int(np.count_nonzero(m.flight.status == PENDING)) for m in self._moves)
+        return moving + len(self._moves) + sum(len(ids) for ids in self._fresh)
+
+    def limbo(self, col: int) -> int:
+        """Slots of `col` that belong to nobody but are still read."""
+        return sum(len(slots) for where, slots in self._limbo if where == col)
+
+
+def mask_runs(mask: Mask) -> list[tuple[int, int]]:
+    """`(start, stop)` of each maximal run of true entries."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
+    return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def branch_runs(ids: BlockIds, wanted: Mask) -> list[BlockIds]:
+    """The maximal runs of `ids` (one branch, root first) where `wanted` holds."""
+    return [ids[start:stop] for start, stop in mask_runs(wanted)]

@@ -1,0 +1,152 @@
+"""Host memory asked for up front: is it there, make it real, or say clearly why not.
+
+Pools are large and live as long as the process. A page that is first touched during a copy costs
+that copy a fault, and a page that cannot be had at all costs the process its life (the kernel's
+OOM killer gives no reason). So pools ask here first and populate at once. Knows nothing of slots.
+"""
+
+import mmap
+import resource
+from pathlib import Path
+
+import numpy as np
+
+from kvtier.index.errors import KvtierError
+
+PAGE = 4096
+"""The unit of direct I/O and of slot strides."""
+
+MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module has no names for these two yet
+MADV_POPULATE_WRITE = 23
+
+# CPython holds the interpreter lock during madvise: populate in steps, so that others get a turn.
+_STEP = 64 << 20
+# What is left to everybody else on the machine.
+_RESERVE = 128 << 20
+
+
+class NotEnoughMemory(KvtierError):
+    """A pool asked for more memory than the machine or a limit allows. Nothing was taken."""
+
+
+def round_up(n: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is at least `n`."""
+    return -(-n // unit) * unit
+
+
+def require(nbytes: int, what: str) -> None:
+    """Raise `NotEnoughMemory` unless `nbytes` of memory can be populated now.
+
+    `what` names the asker. Looks at MemAvailable, at the memory cgroups this process is in
+    (versions 1 and 2) and at RLIMIT_AS.
+    """
+    limits = {"the machine's available memory": _meminfo_available()}
+    limits |= cgroup_available()
+    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if address_space != resource.RLIM_INFINITY:
+        limits["the address space limit (ulimit -v)"] = address_space - _mapped_now()
+    for name, available in limits.items():
+        if available is not None and nbytes + _RESERVE > available:
+            raise NotEnoughMemory(
+                f"{what}: needs {nbytes:,} bytes, but {name} leaves {max(available, 0):,}, and "
+                f"{_RESERVE:,} of these stay free; make the pool smaller or raise the limit"
+            )
+
+
+def anonymous(nbytes: int) -> mmap.mmap:
+    """Private zeroed memory, page-aligned, on huge pages where the kernel grants them."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    mapping = mmap.mmap(-1, round_up(max(nbytes, 1), PAGE), flags=flags)
+    advise(mapping, mmap.MADV_HUGEPAGE)
+    return mapping
+
+
+def advise(mapping: mmap.mmap, advice: int) -> bool:
+    """Give the kernel a hint about the whole mapping; False where it knows no such hint."""
+    try:
+        mapping.madvise(advice)
+    except OSError:
+        return False
+    return True
+
+
+def populate(mapping: mmap.mmap, start: int, nbytes: int, *, fresh: bool) -> None:
+    """Make `nbytes` from `start` (a multiple of the page size) real in this process's page tables.
+
+    `fresh`: the memory is new and nobody else has it mapped. Otherwise its content is kept even
+    while another process writes it.
+    """
+    for at in range(start, start + nbytes, _STEP):
+        length = min(_STEP, start + nbytes - at)
+        try:
+            mapping.madvise(MADV_POPULATE_WRITE, at, length)
+        except OSError:
+            _touch(mapping, at, length, fresh=fresh)
+
+
+def _touch(mapping: mmap.mmap, at: int, length: int, *, fresh: bool) -> None:
+    """Fault pages in one by one, for kernels without MADV_POPULATE_WRITE."""
+    page_heads = np.frombuffer(mapping, np.uint8, length, at)[::PAGE]
+    if fresh:
+        page_heads[:] = 0
+    else:
+        page_heads.sum()
+
+
+def _meminfo_available() -> int | None:
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _mapped_now() -> int:
+    """Address space this process uses already."""
+    statm = _lines(Path("/proc/self/statm"))
+    return int(statm[0].split()[0]) * resource.getpagesize() if statm else 0
+
+
+def cgroup_available(
+    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> dict[str, int | None]:
+    """What each memory cgroup around this process still grants, by the name of its limit."""
+    found: dict[str, int | None] = {}
+    for line in _lines(membership):
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if controllers == "":
+            base, limit, usage, idle = root, "memory.max", "memory.current", "inactive_file"
+        elif "memory" in controllers.split(","):
+            base, limit, usage = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            idle = "total_inactive_file"
+        else:
+            continue
+        group = base / path.strip().lstrip("/")
+        for level in (group, *group.parents):
+            if not level.is_relative_to(base):
+                break
+            most, used = _number(level / limit), _number(level / usage)
+            if most is not None and used is not None:
+                reclaimable = _stat(level / "memory.stat", idle)
+                found[f"the cgroup limit {level / limit}"] = most - used + reclaimable
+    return found
+
+
+def _stat(path: Path, name: str) -> int:
+    for line in _lines(path):
+        word, _, value = line.partition(" ")
+        if word == name:
+            return int(value)
+    return 0
+
+
+def _number(path: Path) -> int | None:
+    """The number a control file holds; None for "max" or no such file."""
+    text = next(iter(_lines(path)), "")
+    return int(text) if text.strip().isdigit() else None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
