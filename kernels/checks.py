@@ -1,0 +1,121 @@
+"""Shape checks shared by the Triton launchers, the torch reference and the CPU path.
+
+Every implementation of a kernel refuses the same calls with the same words. Values on the device
+(block ids, lengths) are not read here: that would make each launch wait for the device. The caller
+vouches for them.
+"""
+
+from torch import Tensor
+
+
+def check_write(
+    key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slot_mapping: Tensor
+) -> None:
+    """Raise ValueError naming the argument of `write_kv` that does not fit the others."""
+    _check_pools(key_pool, value_pool)
+    if key.dim() != 3 or key.shape[1] != key_pool.shape[1] or key.shape[2] != key_pool.shape[3]:
+        want = f"[tokens, {key_pool.shape[1]}, {key_pool.shape[3]}]"
+        raise ValueError(f"key: want {want}, got {list(key.shape)}")
+    if value.shape != key.shape:
+        raise ValueError(f"value: want key's shape {list(key.shape)}, got {list(value.shape)}")
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != key_pool.dtype:
+            raise ValueError(f"{name}: want the pool's {key_pool.dtype}, got {tensor.dtype}")
+    _check_integers("slot_mapping", slot_mapping, (key.shape[0],), 8)
+
+
+def check_decode(
+    query: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    split_size: int,
+) -> None:
+    """Raise ValueError naming the argument of `paged_decode` that does not fit the others."""
+    _check_pools(key_pool, value_pool)
+    _check_query(query, key_pool)
+    _check_tables(block_tables, query.shape[0])
+    _check_integers("context_lens", context_lens, (query.shape[0],), 4)
+    if split_size < 16 or split_size & (split_size - 1):
+        raise ValueError(f"split_size: want a power of two from 16, got {split_size}")
+
+
+def check_prefill(
+    query: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    query_lens: Tensor,
+    context_lens: Tensor,
+) -> None:
+    """Raise ValueError naming the argument of `paged_prefill` that does not fit the others."""
+    _check_pools(key_pool, value_pool)
+    _check_query(query, key_pool)
+    seqs = context_lens.shape[0] if context_lens.dim() == 1 else -1
+    _check_integers("context_lens", context_lens, (max(seqs, 0),), 4)
+    _check_tables(block_tables, seqs)
+    _check_integers("query_starts", query_starts, (seqs,), 4)
+    _check_integers("query_lens", query_lens, (seqs,), 4)
+
+
+def check_context(context: int, table: Tensor, block_size: int, *, count: int = 1) -> None:
+    """Raise ValueError if a context cannot hold its `count` queries or passes its block table.
+
+    For implementations that have the lengths on the host anyway; the Triton launchers do not.
+    """
+    if context < count:
+        raise ValueError(f"context_lens: {context} tokens cannot end in {count} queries")
+    if context > table.shape[0] * block_size:
+        raise ValueError(
+            f"context_lens: {context} tokens pass the table's {table.shape[0]} blocks "
+            f"of {block_size}"
+        )
+
+
+def check_rows(first: int, count: int, tokens: int) -> None:
+    """Raise ValueError if a sequence's query rows lie outside `query`."""
+    if not 0 <= first <= first + count <= tokens:
+        raise ValueError(f"query_starts: rows {first} to {first + count} pass the {tokens} given")
+
+
+def _check_pools(key_pool: Tensor, value_pool: Tensor) -> None:
+    if key_pool.dim() != 4:
+        want = "[num_blocks, kv_heads, block_size, head_dim]"
+        raise ValueError(f"key_pool: want {want}, got {list(key_pool.shape)}")
+    if value_pool.shape != key_pool.shape or value_pool.stride() != key_pool.stride():
+        raise ValueError(
+            f"value_pool: want key_pool's shape {list(key_pool.shape)} and strides "
+            f"{list(key_pool.stride())}, got {list(value_pool.shape)} and "
+            f"{list(value_pool.stride())}"
+        )
+    if value_pool.dtype != key_pool.dtype:
+        raise ValueError(f"value_pool: want key_pool's {key_pool.dtype}, got {value_pool.dtype}")
+    if key_pool.stride(3) != 1:
+        raise ValueError(f"key_pool: head_dim must be contiguous, stride is {key_pool.stride(3)}")
+
+
+def _check_query(query: Tensor, key_pool: Tensor) -> None:
+    kv_heads, head_dim = key_pool.shape[1], key_pool.shape[3]
+    if query.dim() != 3 or query.shape[2] != head_dim or query.shape[1] % kv_heads:
+        want = f"[rows, multiple of {kv_heads} heads, {head_dim}]"
+        raise ValueError(f"query: want {want}, got {list(query.shape)}")
+    if query.dtype != key_pool.dtype:
+        raise ValueError(f"query: want the pool's {key_pool.dtype}, got {query.dtype}")
+    if query.stride(2) != 1:
+        raise ValueError(f"query: head_dim must be contiguous, stride is {query.stride(2)}")
+
+
+def _check_tables(block_tables: Tensor, seqs: int) -> None:
+    if block_tables.dim() != 2 or block_tables.shape[0] != seqs:
+        raise ValueError(f"block_tables: want [{seqs}, max_blocks], got {list(block_tables.shape)}")
+    _check_integers("block_tables", block_tables, tuple(block_tables.shape), 4)
+
+
+def _check_integers(name: str, tensor: Tensor, shape: tuple[int, ...], nbytes: int) -> None:
+    whole = not (tensor.is_floating_point() or tensor.is_complex())
+    if not whole or tensor.element_size() != nbytes:
+        raise ValueError(f"{name}: want int{8 * nbytes}, got {tensor.dtype}")
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}: want shape {list(shape)}, got {list(tensor.shape)}")

@@ -1,0 +1,99 @@
+"""The CPU path: the kernels' names and signatures in fast torch, and a contiguous mirror.
+
+Knows blocks and positions, not requests. `paged_decode` and `paged_prefill` gather each sequence's
+blocks anew on every call; an engine that attends to the same context in every layer and step keeps
+a `ContextMirror` instead, which gathers once for each hit.
+"""
+
+import torch
+from torch import Tensor
+
+from kvtier.kernels.checks import (
+    check_context,
+    check_decode,
+    check_prefill,
+    check_rows,
+    check_write,
+)
+from kvtier.kernels.cpu_attention import attend
+from kvtier.kernels.mirror import ContextMirror
+
+__all__ = ["ContextMirror", "paged_decode", "paged_prefill", "write_kv"]
+
+
+def write_kv(
+    key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slot_mapping: Tensor
+) -> None:
+    """`pool[slot // block_size, :, slot % block_size] = row` for each token; see the reference.
+
+    No two tokens may name one slot. Raises ValueError on a shape or dtype that does not fit.
+    """
+    check_write(key, value, key_pool, value_pool, slot_mapping)
+    if bool((slot_mapping < 0).any()):
+        kept = slot_mapping >= 0
+        key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
+    blocks, offsets = slot_mapping // key_pool.shape[2], slot_mapping % key_pool.shape[2]
+    key_pool[blocks, :, offsets] = key
+    value_pool[blocks, :, offsets] = value
+
+
+def paged_decode(
+    query: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    split_size: int = 512,
+) -> Tensor:
+    """One query a sequence over its whole context; see the reference for shapes and meaning.
+
+    A split of the context changes rounding only: `split_size` is checked, and the context is taken
+    whole. Raises ValueError on a shape, dtype or length that does not fit.
+    """
+    check_decode(query, key_pool, value_pool, block_tables, context_lens, split_size)
+    out = torch.zeros_like(query)
+    for seq, context in enumerate(context_lens.tolist()):
+        if context != 0:
+            check_context(context, block_tables[seq], key_pool.shape[2])
+            keys, values = _gather(key_pool, value_pool, block_tables[seq], context)
+            out[seq] = attend(query[seq : seq + 1], keys, values, context - 1, scale)[0]
+    return out
+
+
+def paged_prefill(
+    query: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    query_lens: Tensor,
+    context_lens: Tensor,
+    scale: float,
+) -> Tensor:
+    """A chunk of queries a sequence, causal; see the reference for shapes and meaning.
+
+    Raises ValueError on a shape, dtype or length that does not fit.
+    """
+    check_prefill(query, key_pool, value_pool, block_tables, query_starts, query_lens, context_lens)
+    out = torch.zeros_like(query)
+    chunks = zip(query_starts.tolist(), query_lens.tolist(), context_lens.tolist(), strict=True)
+    for seq, (first, count, context) in enumerate(chunks):
+        if count != 0:
+            check_rows(first, count, query.shape[0])
+            check_context(context, block_tables[seq], key_pool.shape[2], count=count)
+            keys, values = _gather(key_pool, value_pool, block_tables[seq], context)
+            rows = query[first : first + count]
+            out[first : first + count] = attend(rows, keys, values, context - count, scale)
+    return out
+
+
+def _gather(
+    key_pool: Tensor, value_pool: Tensor, table: Tensor, context: int
+) -> tuple[Tensor, Tensor]:
+    """The first `context` positions of one sequence, K and V `[kv_heads, context, head_dim]`."""
+    blocks = table[: -(-context // key_pool.shape[2])]
+    keys = key_pool.index_select(0, blocks).transpose(0, 1).flatten(1, 2)
+    values = value_pool.index_select(0, blocks).transpose(0, 1).flatten(1, 2)
+    return keys[:, :context], values[:, :context]

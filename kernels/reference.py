@@ -1,0 +1,123 @@
+"""What the kernels mean, in plain torch: slow, any float dtype, any device.
+
+The Triton kernels and the CPU path are tested against these functions, which share their names and
+signatures; benches import them as the yardstick of correctness. Knows nothing of speed.
+
+One layer's keys are `key_pool = pool[:, layer, 0]`, its values `value_pool = pool[:, layer, 1]`,
+each `[num_blocks, kv_heads, block_size, head_dim]`. Position `p` of a sequence stands in block
+`block_tables[s, p // block_size]` at offset `p % block_size`.
+"""
+
+import torch
+from torch import Tensor
+
+from kvtier.kernels.checks import (
+    check_context,
+    check_decode,
+    check_prefill,
+    check_rows,
+    check_write,
+)
+
+
+def write_kv(
+    key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slot_mapping: Tensor
+) -> None:
+    """`pool[slot // block_size, :, slot % block_size] = row` for each token, in order.
+
+    key, value `[tokens, kv_heads, head_dim]`; slot_mapping int64 `[tokens]`, where -1 skips the
+    token. Raises ValueError on a shape or dtype that does not fit.
+    """
+    check_write(key, value, key_pool, value_pool, slot_mapping)
+    block_size = key_pool.shape[2]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot < 0:
+            continue
+        key_pool[slot // block_size, :, slot % block_size] = key[token]
+        value_pool[slot // block_size, :, slot % block_size] = value[token]
+
+
+def paged_decode(
+    query: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    *,
+    split_size: int = 512,
+) -> Tensor:
+    """`softmax(scale * q K^T) V` of one query a sequence over its whole context.
+
+    query `[seqs, heads, head_dim]`; block_tables int32 `[seqs, max_blocks]`; context_lens int32
+    `[seqs]`, where 0 gives zeros. Query head `h` reads KV head `h // (heads / kv_heads)`. A split
+    of the context changes rounding only, so `split_size` is checked and has no other effect here.
+    Returns `[seqs, heads, head_dim]`. Raises ValueError on a shape, dtype or length that does not
+    fit.
+    """
+    check_decode(query, key_pool, value_pool, block_tables, context_lens, split_size)
+    out = torch.zeros_like(query)
+    for seq, context in enumerate(context_lens.tolist()):
+        if context != 0:
+            check_context(context, block_tables[seq], key_pool.shape[2])
+            keys = gather_context(key_pool, block_tables[seq], context)
+            values = gather_context(value_pool, block_tables[seq], context)
+            out[seq] = attention(query[seq : seq + 1], keys, values, context - 1, scale)[0]
+    return out
+
+
+def paged_prefill(
+    query: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    block_tables: Tensor,
+    query_starts: Tensor,
+    query_lens: Tensor,
+    context_lens: Tensor,
+    scale: float,
+) -> Tensor:
+    """Causal attention of a chunk of queries a sequence over cached and own blocks.
+
+    query `[tokens, heads, head_dim]`; sequence `s` owns rows `query_starts[s]` to
+    `query_starts[s] + query_lens[s]`, at positions `context_lens[s] - query_lens[s]` to
+    `context_lens[s] - 1`; its own K and V are already in the pool. All int32 `[seqs]`. Rows that no
+    sequence owns come back as zeros. Raises ValueError on a shape, dtype or length that does not
+    fit.
+    """
+    check_prefill(query, key_pool, value_pool, block_tables, query_starts, query_lens, context_lens)
+    out = torch.zeros_like(query)
+    chunks = zip(query_starts.tolist(), query_lens.tolist(), context_lens.tolist(), strict=True)
+    for seq, (first, count, context) in enumerate(chunks):
+        if count != 0:
+            check_rows(first, count, query.shape[0])
+            check_context(context, block_tables[seq], key_pool.shape[2], count=count)
+            keys = gather_context(key_pool, block_tables[seq], context)
+            values = gather_context(value_pool, block_tables[seq], context)
+            rows = query[first : first + count]
+            out[first : first + count] = attention(rows, keys, values, context - count, scale)
+    return out
+
+
+def gather_context(pool: Tensor, table: Tensor, context: int) -> Tensor:
+    """The first `context` positions of one sequence: `[kv_heads, context, head_dim]`, a copy."""
+    block_size = pool.shape[2]
+    blocks = pool[table[: -(-context // block_size)].long()]
+    return blocks.transpose(0, 1).flatten(1, 2)[:, :context]
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, start: int, scale: float) -> Tensor:
+    """Causal attention of queries `[n, heads, head_dim]` at positions `start` and on.
+
+    key, value `[kv_heads, context, head_dim]`, all contiguous positions from 0. Half precision is
+    computed in float32. Returns query's shape and dtype.
+    """
+    rows, heads, head_dim = query.shape
+    kv_heads, context, _ = key.shape
+    work = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.to(work).view(rows, kv_heads, heads // kv_heads, head_dim)
+    scores = torch.einsum("nkgd,ktd->kgnt", grouped, key.to(work)) * scale
+    positions = torch.arange(context, device=query.device)
+    queries = torch.arange(start, start + rows, device=query.device)
+    scores = scores.masked_fill(positions[None, :] > queries[:, None], float("-inf"))
+    mixed = torch.einsum("kgnt,ktd->nkgd", scores.softmax(dim=-1), value.to(work))
+    return mixed.reshape(rows, heads, head_dim).to(query.dtype)

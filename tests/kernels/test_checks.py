@@ -1,0 +1,86 @@
+"""Calls whose arguments do not fit are refused by every implementation, naming the argument."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvtier.kernels import cpu, reference
+from kvtier.kernels import paged_decode as triton_decode
+from kvtier.kernels import paged_prefill as triton_prefill
+from kvtier.kernels import write_kv as triton_write
+
+CALLS: dict[str, list[Callable[..., Any]]] = {
+    "write_kv": [triton_write.write_kv, cpu.write_kv, reference.write_kv],
+    "paged_decode": [triton_decode.paged_decode, cpu.paged_decode, reference.paged_decode],
+    "paged_prefill": [triton_prefill.paged_prefill, cpu.paged_prefill, reference.paged_prefill],
+}
+
+
+def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def good(name: str) -> dict[str, Any]:
+    """Arguments that fit: two sequences, four heads on two KV heads of 24, blocks of 16."""
+    pool = torch.zeros((3, 2, 2, 16, 24))
+    arguments: dict[str, Any] = {"key_pool": pool[:, 0], "value_pool": pool[:, 1]}
+    if name == "write_kv":
+        arguments |= {"key": torch.zeros((2, 2, 24)), "value": torch.zeros((2, 2, 24))}
+        return arguments | {"slot_mapping": ints(2, dtype=torch.int64)}
+    arguments |= {"query": torch.zeros((2, 4, 24)), "scale": 1.0}
+    arguments |= {"block_tables": ints(2, 3), "context_lens": torch.tensor([1, 1]).int()}
+    if name == "paged_prefill":
+        arguments |= {"query_starts": ints(2), "query_lens": torch.tensor([1, 0]).int()}
+    return arguments
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("write_kv", {"key": torch.zeros((2, 3, 24))}, "key: want"),
+    ("write_kv", {"key": torch.zeros((2, 2, 24)).half()}, "key: want the pool's"),
+    ("write_kv", {"value": torch.zeros((3, 2, 24))}, "value: want key's shape"),
+    ("write_kv", {"slot_mapping": ints(2)}, "slot_mapping: want int64"),
+    ("write_kv", {"slot_mapping": ints(3, dtype=torch.int64)}, "slot_mapping: want shape"),
+    ("paged_decode", {"key_pool": torch.zeros((3, 2, 16))}, "key_pool: want"),
+    ("paged_decode", {"value_pool": torch.zeros((3, 2, 16, 24))}, "value_pool: want key_pool's"),
+    ("paged_decode", {"query": torch.zeros((2, 5, 24))}, "query: want"),
+    ("paged_decode", {"query": torch.zeros((2, 4, 24)).double()}, "query: want the pool's"),
+    ("paged_decode", {"query": torch.zeros((2, 4, 48))[..., ::2]}, "query: head_dim must be"),
+    ("paged_decode", {"block_tables": ints(3, 3)}, "block_tables: want"),
+    ("paged_decode", {"block_tables": ints(2, 3, dtype=torch.int64)}, "block_tables: want int32"),
+    ("paged_decode", {"context_lens": torch.zeros(2)}, "context_lens: want int32"),
+    ("paged_decode", {"split_size": 48}, "split_size: want a power of two"),
+    ("paged_decode", {"split_size": 8}, "split_size: want a power of two"),
+    ("paged_prefill", {"context_lens": ints(2, 1)}, "context_lens: want shape"),
+    ("paged_prefill", {"query_starts": ints(1)}, "query_starts: want shape"),
+    ("paged_prefill", {"query_lens": ints(2, dtype=torch.int64)}, "query_lens: want int32"),
+    ("paged_prefill", {"block_tables": ints(1, 3)}, "block_tables: want"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), BAD)
+def test_arguments_that_do_not_fit_are_refused_by_name(
+    name: str, change: dict[str, Any], message: str
+) -> None:
+    for call in CALLS[name]:
+        with pytest.raises(ValueError, match=f"^{message}"):
+            call(**(good(name) | change))
+
+
+LENGTHS: list[tuple[str, dict[str, Any], str]] = [
+    ("paged_decode", {"context_lens": torch.tensor([49, 1]).int()}, "49 tokens pass the table's"),
+    ("paged_decode", {"context_lens": torch.tensor([1, -2]).int()}, "-2 tokens cannot end in 1"),
+    ("paged_prefill", {"context_lens": torch.tensor([0, 1]).int()}, "0 tokens cannot end in 1"),
+    ("paged_prefill", {"query_starts": torch.tensor([2, 0]).int()}, "rows 2 to 3 pass the 2"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), LENGTHS)
+@pytest.mark.parametrize("place", [1, 2])
+def test_lengths_that_do_not_fit_are_refused_where_they_are_on_the_host(
+    place: int, name: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        CALLS[name][place](**(good(name) | change))
