@@ -33,7 +33,7 @@ lint: install
 	$(BIN)/lint-imports
 
 bench: install
-	for bench in index tiers attention requests; do $(BIN)/python bench/$$bench.py || exit 1; done
+	for bench in index tiers attention requests; do PYTHONPATH=$(CURDIR) $(BIN)/python -m bench.$$bench || exit 1; done
 
 clean:
 	rm -rf $(VENV) .demo build dist *.egg-info

@@ -435,7 +435,7 @@ class TieredCache:
                     self._ledger.evict(0, n - pool.num_free)
                 if pool.num_free >= n:
                     return pool.alloc(n)
-                hopeless = not self._ledger.going_down(0) and not self._ledger.limbo(0)
+                hopeless = self._ledger.is_quiet(0)
             if deadline is None or hopeless or not self._wait(ticks, deadline):
                 raise TierFull(
                     f"{pool.tier}: no room for {n} blocks for {who}: "

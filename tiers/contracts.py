@@ -82,6 +82,11 @@ class Flight:
         """True once every block has landed or failed."""
         return self._open == 0
 
+    @property
+    def unread(self) -> int:
+        """Blocks whose outcome `news` has not told yet."""
+        return int(np.count_nonzero(~self._seen))
+
     def land(
         self,
         blocks: Sequence[int] | npt.NDArray[np.integer],

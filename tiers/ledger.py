@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvtier.index.radix import RadixIndex
 from kvtier.index.words import BlockIds, BlockKey, Residency, Slots, TierId
-from kvtier.tiers.contracts import PENDING, Fetch, Flight, Pool, Put, Store
+from kvtier.tiers.contracts import Fetch, Flight, Pool, Put, Store
 from kvtier.tiers.guard import SlotBook, SlotUse
 from kvtier.tiers.mover import Mover
 
@@ -200,13 +200,12 @@ class Ledger:
         """Apply what moves have reported since the last call; free slots that have come idle."""
         moves, self._moves = self._moves, []
         for move in moves:
-            ended = move.flight.done  # read before the news: what comes later is read next time
             landed, failed = move.flight.news()
             if len(landed):
                 self._landed(move, landed)
             if len(failed):
                 self._failed(move, failed)
-            if not ended:
+            if move.flight.unread:
                 self._moves.append(move)
         draining, self._draining = self._draining, []
         for col, ids in draining:
@@ -306,17 +305,15 @@ class Ledger:
 
     def going_down(self, col: int) -> int:
         """Blocks on their way from `col` to the level below: slots that will be clean soon."""
-        return sum(
-            int(np.count_nonzero(m.flight.status == PENDING))
-            for m in self._moves
-            if m.src == col and m.dst > col
-        )
+        return sum(m.flight.unread for m in self._moves if m.src == col and m.dst > col)
 
     def is_quiet(self, col: int) -> bool:
-        """No move reads or fills pool `col` and no slot of it is about to come free: waiting for
-        room would be waiting for someone to let go."""
-        busy = any(not m.flight.done and col in (m.src, m.dst) for m in self._moves)
-        return not busy and not self.limbo(col) and not any(c == col for c, _ in self._draining)
+        """Nothing moves in pool `col` or below: room there will come only if someone lets go."""
+        return not (
+            any(move.src >= col or move.dst >= col for move in self._moves)
+            or any(where >= col for where, _ in self._limbo)
+            or any(where >= col for where, _ in self._draining)
+        )
 
     def _leave(self, col: int, ids: BlockIds) -> None:
         """RESIDENT or LEAVING -> ABSENT, as soon as nothing reads the slots any more."""
@@ -353,8 +350,9 @@ class Ledger:
     def _send_down(self, col: int, run: BlockIds) -> None:
         """Copy a branch down; drop it where the level below can't take it and won't soon."""
         if col + 1 < self.store_col:
-            if self.lower_blocks(run, col) == 0 and not self.going_down(col + 1):
-                self._leave(col, run)
+            if self.lower_blocks(run, col) == 0:
+                spare = self.holds(self.store_col, run)
+                self._leave(col, run if not self.going_down(col + 1) else run[spare])
             return
         missing = self._missing_ancestors(run)
         if self.is_being_written(missing).any():
@@ -384,9 +382,9 @@ class Ledger:
 
     @property
     def in_flight(self) -> int:
-        """Blocks in moves that have not ended, plus new blocks waiting to be copied down."""
-        moving = sum(int(np.count_nonzero(m.flight.status == PENDING)) for m in self._moves)
-        return moving + len(self._moves) + sum(len(ids) for ids in self._fresh)
+        """Blocks whose move has not been settled, and new blocks waiting to be copied down."""
+        moving = sum(move.flight.unread for move in self._moves)
+        return moving + sum(len(ids) for ids in self._fresh)
 
     def limbo(self, col: int) -> int:
         """Slots of `col` that belong to nobody but are still read."""

@@ -71,6 +71,7 @@ class Load:
         if self._answer is not None and self._answer.value is not None:
             held, self._answer = self._answer.value, None
             self._discovered(held)
+        self._count()  # what has arrived makes room for what follows
         for col in reversed(self._cols):
             self._lift(col)
         self._count()

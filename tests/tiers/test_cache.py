@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+
 from kvtier.index.words import TierId
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.contracts import Signal
@@ -11,7 +12,6 @@ from kvtier.tiers.device import CpuDevice
 from kvtier.tiers.errors import LaunchRefused, TierFull
 from kvtier.tiers.mover import Mover
 from kvtier.tiers.pool import ArrayPool
-
 from tests.tiers.cache_rig import (
     BLOCK_BYTES,
     BLOCK_SIZE,

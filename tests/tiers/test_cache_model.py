@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     invariant,
     rule,
 )
+
 from kvtier.index.words import TierId
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.errors import TierFull
@@ -24,7 +25,6 @@ from kvtier.tiers.lease import FlushTicket, Lease, Ticket
 from kvtier.tiers.mover import Mover
 from kvtier.tiers.pool import ArrayPool
 from kvtier.tiers.simulated import SimDevice, SimStore
-
 from tests.tiers.cache_rig import (
     BLOCK_BYTES,
     BLOCK_SIZE,
@@ -56,7 +56,9 @@ class CacheMachine(RuleBasedStateMachine):
     leases: Bundle[Lease] = Bundle("leases")
     tickets: Bundle[Ticket] = Bundle("tickets")
 
-    @initialize(shape=shapes, seed=st.integers(0, 2**16), eager=st.sampled_from([None, True, False]))
+    @initialize(
+        shape=shapes, seed=st.integers(0, 2**16), eager=st.sampled_from([None, True, False])
+    )
     def build(
         self, shape: tuple[int | None, TierId | None, int | None], seed: int, eager: bool | None
     ) -> None:
@@ -197,7 +199,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 TestCache = CacheMachine.TestCase
 TestCache.settings = settings(
-    max_examples=200,
+    max_examples=120,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

@@ -6,7 +6,6 @@ from typing import TypeVar
 import numpy as np
 import pytest
 import torch
-from tests.prf import block_bytes
 from xxhash import xxh3_64_intdigest
 
 from kvtier.index.errors import KvtierError
@@ -19,6 +18,7 @@ from kvtier.tiers.dram import DramSlab
 from kvtier.tiers.hbm import HbmPool
 from kvtier.tiers.mover import Mover
 from kvtier.tiers.pool import ArrayPool, SlotPool
+from tests.prf import block_bytes
 
 Test = TypeVar("Test", bound=Callable[..., None])
 

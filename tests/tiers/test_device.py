@@ -7,7 +7,6 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from tests.prf import block_bytes
 from xxhash import xxh3_64_intdigest
 
 from kvtier.index.words import TierId
@@ -15,6 +14,7 @@ from kvtier.tiers import device as device_module
 from kvtier.tiers.contracts import Flight, Pool, Signal
 from kvtier.tiers.device import COMPUTE, D2H, H2D, Copy, CpuDevice, Device, coalesce
 from kvtier.tiers.pool import ArrayPool, SlotPool
+from tests.prf import block_bytes
 
 BB = 5000  # no whole page: rows have padding between them
 

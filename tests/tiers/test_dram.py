@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.prf import block_bytes
 
 from kvtier.index.errors import KvtierError
 from kvtier.index.words import BlockKey, TierId
@@ -18,6 +17,7 @@ from kvtier.tiers.dram import DramSlab, SlabGeometry
 from kvtier.tiers.errors import CapacityTooSmall, TierFull
 from kvtier.tiers.memory import NotEnoughMemory
 from kvtier.tiers.pool import POISON, SlotState
+from tests.prf import block_bytes
 
 KEY = BlockKey(b"k" * 32)
 

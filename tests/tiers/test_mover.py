@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.prf import block_bytes
 from xxhash import xxh3_64_intdigest
 
 from kvtier.index.words import Slots, TierId
@@ -16,6 +15,7 @@ from kvtier.tiers.hazards import HazardError
 from kvtier.tiers.mover import Mover, MoverStatistics
 from kvtier.tiers.pool import ArrayPool
 from kvtier.tiers.simulated import SimDevice, places
+from tests.prf import block_bytes
 
 BB = 64
 N = 5

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.prf import block_bytes
 
 from kvtier.index.words import ROOT_KEY, BlockKey, TierId, as_tokens
 from kvtier.tiers.contracts import Fetch, Flight, Put, Store
@@ -14,6 +13,7 @@ from kvtier.tiers.device import D2H, H2D, Copy, Device
 from kvtier.tiers.hazards import HazardError
 from kvtier.tiers.pool import ArrayPool
 from kvtier.tiers.simulated import SimDevice, SimSignal, SimStore, places
+from tests.prf import block_bytes
 
 BB = 96
 NAMESPACE = bytes(range(32))
