@@ -71,7 +71,7 @@ class Sink:
             self._let_go(len(self._ids))
 
     def _let_go(self, end: int) -> None:
-        """Unpin blocks before `end`: a path longer than a pool passes through as through a window."""
+        """Unpin blocks before `end`: a path longer than a pool passes through it piece by piece."""
         for col in self._pools:
             self._ledger.index.unpin(col, self._ids[self._unpinned : end])
         self._unpinned = end

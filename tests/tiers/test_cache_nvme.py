@@ -1,0 +1,102 @@
+"""The cache over the real NVMe tier: what was flushed or demoted is there after a restart."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvtier.index.words import TierId
+from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.contracts import Signal
+from kvtier.tiers.device import CpuDevice
+from kvtier.tiers.dram import DramSlab
+from kvtier.tiers.mover import Mover
+from kvtier.tiers.nvme.check import check_store
+from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.pool import ArrayPool
+from tests.tiers.cache_rig import BLOCK_BYTES, BLOCK_SIZE, NAMESPACE, Rig, doc, keys_of
+
+CAPACITY = 4 << 20
+
+
+@contextmanager
+def opened(store: Path, *, hbm: int = 8, dram: int = 24, capacity: int = CAPACITY) -> Iterator[Rig]:
+    """A fresh process, as far as memory goes, on this store."""
+    signal = Signal()
+    pools = [ArrayPool(TierId.HBM, hbm, BLOCK_BYTES), DramSlab.create(dram, BLOCK_BYTES)]
+    nvme = NvmeTier.open(store, capacity_bytes=capacity, signal=signal)
+    mover = Mover(CpuDevice(signal))
+    cache = TieredCache(BLOCK_SIZE, pools, [nvme], mover, signal)
+    try:
+        yield Rig(cache, pools, [nvme])
+        assert cache.drain(cache.clock() + 30)
+        cache.check()
+    finally:
+        cache.close()
+        mover.device.close()
+
+
+def flush(rig: Rig, seed: int, blocks: int) -> None:
+    tokens = doc(seed, blocks)
+    ticket = rig.cache.flush(NAMESPACE, tokens)
+    assert ticket.wait(rig.cache.clock() + 30)
+    assert (ticket.blocks, ticket.failed) == (blocks, False)
+    ticket.close()
+
+
+def test_flushed_blocks_are_hit_after_a_restart_with_the_right_bytes(tmp_path: Path) -> None:
+    with opened(tmp_path / "store") as rig:
+        rig.visit(doc(1, 7))
+        flush(rig, 1, 7)
+    with opened(tmp_path / "store") as rig:
+        rig.committed.update(keys_of(doc(1, 7)))
+        lease, hits = rig.serve(doc(1, 7))
+        assert (hits, dict(lease.hit_tokens)) == (7, {TierId.NVME: 28})
+        rig.cache.release(lease)
+        assert rig.visit(doc(1, 7)) == 7
+    assert check_store(tmp_path / "store").ok
+
+
+def test_what_overflows_dram_goes_to_nvme_and_comes_back(tmp_path: Path) -> None:
+    with opened(tmp_path / "store", hbm=8, dram=16) as rig:
+        for seed in range(1, 8):
+            assert rig.visit(doc(seed, 6)) == 0
+        rig.cache.drain()
+        hits = [rig.visit(doc(seed, 6)) for seed in range(1, 8)]
+        assert hits == [6] * 7
+        assert rig.cache.statistics().hit_tokens[TierId.NVME] > 0
+
+
+def test_flushing_twice_writes_once(tmp_path: Path) -> None:
+    with opened(tmp_path / "store") as rig:
+        rig.visit(doc(1, 5))
+        flush(rig, 1, 5)
+        written = rig.stores[0].statistics().written_bytes  # type: ignore[attr-defined]
+        flush(rig, 1, 5)
+        assert rig.stores[0].statistics().written_bytes == written  # type: ignore[attr-defined]
+    with opened(tmp_path / "store") as rig:
+        flush(rig, 1, 5)  # nothing in memory: the store's own word is enough
+
+
+def test_a_path_longer_than_dram_passes_through_it(tmp_path: Path) -> None:
+    with opened(tmp_path / "store", hbm=24, dram=5) as rig:
+        rig.visit(doc(1, 20))
+        flush(rig, 1, 20)
+    with opened(tmp_path / "store", hbm=24, dram=5) as rig:
+        rig.committed.update(keys_of(doc(1, 20)))
+        assert rig.visit(doc(1, 20)) == 20
+
+
+def test_prefetch_brings_blocks_to_dram_and_the_lease_still_says_nvme(tmp_path: Path) -> None:
+    with opened(tmp_path / "store") as rig:
+        rig.visit(doc(1, 6))
+        flush(rig, 1, 6)
+    with opened(tmp_path / "store") as rig:
+        rig.committed.update(keys_of(doc(1, 6)))
+        ticket = rig.cache.prefetch(NAMESPACE, doc(1, 6))
+        assert ticket.wait(rig.cache.clock() + 30)
+        assert dict(rig.cache.match(NAMESPACE, doc(1, 6)).by_tier) == {TierId.DRAM: 24}
+        lease = rig.cache.acquire(NAMESPACE, doc(1, 6), prefetched=ticket)
+        assert lease.ticket.wait(rig.cache.clock() + 30)
+        assert dict(lease.hit_tokens) == {TierId.NVME: 24}
+        rig.expect_bytes(lease, doc(1, 6))
+        rig.cache.release(lease)
