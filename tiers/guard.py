@@ -47,7 +47,8 @@ class SlotBook:
         fine = (use == SlotUse.RESIDENT) | (
             (use == SlotUse.PRIVATE) & (self._owner[inside] == owner)
         )
-        return slots[outside | ~fine]
+        bad: Slots = slots[outside | ~fine]
+        return bad
 
     def describe(self, slot: int) -> str:
         if not 0 <= slot < len(self._use):

@@ -85,13 +85,15 @@ class Ledger:
         """Which blocks are RESIDENT in `col` (in the store: hinted; in no level at all: none)."""
         if col >= self.levels:
             return np.zeros(len(ids), np.bool_)
-        return self.index.state(col, ids) == Residency.RESIDENT
+        resident: Mask = self.index.state(col, ids) == Residency.RESIDENT
+        return resident
 
     def lacks(self, col: int, ids: BlockIds) -> Mask:
         """Which blocks are ABSENT in `col`."""
         if col >= self.levels:
             return np.ones(len(ids), np.bool_)
-        return self.index.state(col, ids) == Residency.ABSENT
+        absent: Mask = self.index.state(col, ids) == Residency.ABSENT
+        return absent
 
     def keep(self, col: int, ids: BlockIds) -> None:
         """Blocks that were about to leave `col` stay: their bytes are still whole."""

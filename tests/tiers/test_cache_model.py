@@ -18,7 +18,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvtier.index.words import TierId
+from kvtier.index.words import TierId, Tokens
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.errors import TierFull
 from kvtier.tiers.lease import FlushTicket, Lease, Ticket
@@ -80,13 +80,12 @@ class CacheMachine(RuleBasedStateMachine):
             eager_copy_down=eager,
         )
         self.rig = Rig(cache, pools, stores)
-        self.open: dict[int, tuple[Lease, object]] = {}
-        self.tokens: dict[int, object] = {}
+        self.tokens: dict[int, Tokens] = {}
         self.tickets_made: list[Ticket] = []
 
     @rule(target=leases, namespace=namespaces, tokens=documents)
-    def acquire(self, namespace: bytes, tokens: object) -> Lease:
-        lease = self.rig.cache.acquire(namespace, tokens)  # type: ignore[arg-type]
+    def acquire(self, namespace: bytes, tokens: Tokens) -> Lease:
+        lease = self.rig.cache.acquire(namespace, tokens)
         self.tokens[lease.id] = tokens
         return lease
 
@@ -98,13 +97,14 @@ class CacheMachine(RuleBasedStateMachine):
         if not lease.ticket.wait(cache.clock() + patience):
             lease.ticket.settle()
         try:
-            self.rig.compute(lease, self.tokens[lease.id], cache.clock() + patience)  # type: ignore[arg-type]
+            self.rig.compute(lease, self.tokens[lease.id], cache.clock() + patience)
         except TierFull:
             pass
 
     @rule(namespace=namespaces, tokens=documents)
-    def visit(self, namespace: bytes, tokens: object) -> None:
-        lease = self.acquire(namespace, tokens)
+    def visit(self, namespace: bytes, tokens: Tokens) -> None:
+        lease = self.rig.cache.acquire(namespace, tokens)
+        self.tokens[lease.id] = tokens
         self.settle_and_compute(lease, 100.0)
         self.rig.cache.release(lease)
 
@@ -125,20 +125,20 @@ class CacheMachine(RuleBasedStateMachine):
         return twin
 
     @rule(target=tickets, namespace=namespaces, tokens=documents)
-    def prefetch(self, namespace: bytes, tokens: object) -> Ticket:
-        ticket = self.rig.cache.prefetch(namespace, tokens)  # type: ignore[arg-type]
+    def prefetch(self, namespace: bytes, tokens: Tokens) -> Ticket:
+        ticket = self.rig.cache.prefetch(namespace, tokens)
         self.tickets_made.append(ticket)
         return ticket
 
     @rule(target=tickets, namespace=namespaces, tokens=documents)
-    def lookup(self, namespace: bytes, tokens: object) -> Ticket:
-        ticket = self.rig.cache.lookup(namespace, tokens)  # type: ignore[arg-type]
+    def lookup(self, namespace: bytes, tokens: Tokens) -> Ticket:
+        ticket = self.rig.cache.lookup(namespace, tokens)
         self.tickets_made.append(ticket)
         return ticket
 
     @rule(target=tickets, namespace=namespaces, tokens=documents)
-    def flush(self, namespace: bytes, tokens: object) -> Ticket:
-        ticket = self.rig.cache.flush(namespace, tokens)  # type: ignore[arg-type]
+    def flush(self, namespace: bytes, tokens: Tokens) -> Ticket:
+        ticket = self.rig.cache.flush(namespace, tokens)
         self.tickets_made.append(ticket)
         return ticket
 
@@ -164,7 +164,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.broken = lambda name: share > 0 and choose(share) == 0
 
     @rule(namespace=namespaces, tokens=documents)
-    def corrupt(self, namespace: bytes, tokens: object) -> None:
+    def corrupt(self, namespace: bytes, tokens: Tokens) -> None:
         """The store loses a block it held, and all behind it."""
         keys = sorted(self.rig.committed)
         if self.store is not None and keys:
@@ -177,7 +177,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.rig.cache.check()
         for lease in list(self.rig.cache._leases.values()):
             if lease.id in self.tokens:
-                self.rig.expect_bytes(lease, self.tokens[lease.id], lease.landed_blocks)  # type: ignore[arg-type]
+                self.rig.expect_bytes(lease, self.tokens[lease.id], lease.landed_blocks)
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):

@@ -23,7 +23,7 @@ class SimRig(Rig):
 
     @classmethod
     def make(cls, hbm: int = 8, dram: int = 24, capacity: int | None = None) -> "SimRig":
-        device = SimDevice(7, faults=lambda name: rig.broken(name))
+        device = SimDevice(7)
         pools = [
             ArrayPool(TierId.HBM, hbm, BLOCK_BYTES, debug=True),
             ArrayPool(TierId.DRAM, dram, BLOCK_BYTES, debug=True),
@@ -34,6 +34,7 @@ class SimRig(Rig):
         rig = cls(cache, pools, [store])
         rig.device, rig.store, rig.mover = device, store, mover
         rig.broken = lambda name: False
+        device.faults = lambda name: rig.broken(name)
         return rig
 
     def settle(self) -> None:
