@@ -1,0 +1,166 @@
+"""File layers that fail, shorten or record."""
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from threading import Lock
+from typing import TypeVar
+
+from kvtier.tiers.contracts import Bytes
+from kvtier.tiers.nvme.files import Files
+
+T = TypeVar("T")
+
+
+class FaultyFiles(Files):
+    """Fails the `at`-th call (from 0) of `call`, and `times` in all; everything else works.
+
+    `fault` is an errno to raise, or "short" for a read or write that does half its work. Nothing
+    fails until `arm` is called.
+    """
+
+    def __init__(self, call: str, fault: int | str, *, at: int = 0, times: int = 1) -> None:
+        super().__init__()
+        self._call = call
+        self._fault = fault
+        self._at = at
+        self._times = times
+        self._seen = 0
+        self._armed = False
+        self._guard = Lock()
+        self.fired = 0
+
+    def arm(self, armed: bool = True) -> None:
+        self._armed = armed
+
+    def _due(self, call: str) -> bool:
+        with self._guard:
+            if not self._armed or call != self._call:
+                return False
+            self._seen += 1
+            due = self._at < self._seen <= self._at + self._times
+            self.fired += due
+            return due
+
+    def _run(self, call: str, action: Callable[[], T]) -> T:
+        if self._due(call):
+            number = int(self._fault)
+            raise OSError(number, os.strerror(number))
+        return action()
+
+    def _move(self, call: str, move: Callable[[Sequence[Bytes]], int], b: Sequence[Bytes]) -> int:
+        if not self._due(call):
+            return move(b)
+        if self._fault == "short":
+            return move(b[: len(b) // 2]) if len(b) > 1 else 0
+        number = int(self._fault)
+        raise OSError(number, os.strerror(number))
+
+    def open(self, path: Path, *, create: bool = False, read_only: bool = False) -> int:
+        return self._run(
+            "open", lambda: super(FaultyFiles, self).open(path, create=create, read_only=read_only)
+        )
+
+    def preadv(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+        return self._move(
+            "preadv", lambda some: super(FaultyFiles, self).preadv(fd, some, offset), buffers
+        )
+
+    def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+        return self._move(
+            "pwritev", lambda some: super(FaultyFiles, self).pwritev(fd, some, offset), buffers
+        )
+
+    def fdatasync(self, fd: int) -> None:
+        self._run("fdatasync", lambda: super(FaultyFiles, self).fdatasync(fd))
+
+    def allocate(self, fd: int, offset: int, length: int) -> None:
+        self._run("allocate", lambda: super(FaultyFiles, self).allocate(fd, offset, length))
+
+    def punch(self, fd: int, offset: int, length: int) -> None:
+        self._run("punch", lambda: super(FaultyFiles, self).punch(fd, offset, length))
+
+    def sync_directory(self, path: Path) -> None:
+        self._run("sync_directory", lambda: super(FaultyFiles, self).sync_directory(path))
+
+
+WRITE_CALLS = ("open", "sync_directory", "allocate", "pwritev", "fdatasync")
+ERRORS = (errno.ENOSPC, errno.EIO)
+
+
+class RecordingFiles(Files):
+    """Writes down every write, sync and punch as `(call, segment, offset, length)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[tuple[str, str, int, int]] = []
+        self._guard = Lock()
+        self._names: dict[int, str] = {}
+
+    def note(self, call: str, name: str = "", offset: int = 0, length: int = 0) -> None:
+        """Add a line, from any thread."""
+        with self._guard:
+            self.log.append((call, name, offset, length))
+
+    def open(self, path: Path, *, create: bool = False, read_only: bool = False) -> int:
+        fd = super().open(path, create=create, read_only=read_only)
+        self._names[fd] = path.name
+        if create:
+            self.note("create", path.name)
+        return fd
+
+    def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+        written = super().pwritev(fd, buffers, offset)
+        self.note("write", self._names[fd], offset, written)
+        return written
+
+    def fdatasync(self, fd: int) -> None:
+        super().fdatasync(fd)
+        self.note("sync", self._names[fd])
+
+    def punch(self, fd: int, offset: int, length: int) -> None:
+        self.note("punch", self._names[fd], offset, length)
+        super().punch(fd, offset, length)
+
+    def unlink(self, path: Path) -> None:
+        self.note("unlink", path.name)
+        super().unlink(path)
+
+    def sync_directory(self, path: Path) -> None:
+        super().sync_directory(path)
+        self.note("sync directory")
+
+
+class ForgetfulFiles(Files):
+    """A drive that loses power: what was written since the last sync of a file is zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._guard = Lock()
+        self._paths: dict[int, Path] = {}
+        self._unsynced: dict[Path, list[tuple[int, int]]] = {}
+
+    def open(self, path: Path, *, create: bool = False, read_only: bool = False) -> int:
+        fd = super().open(path, create=create, read_only=read_only)
+        self._paths[fd] = path
+        return fd
+
+    def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+        written = super().pwritev(fd, buffers, offset)
+        with self._guard:
+            self._unsynced.setdefault(self._paths[fd], []).append((offset, written))
+        return written
+
+    def fdatasync(self, fd: int) -> None:
+        super().fdatasync(fd)
+        with self._guard:
+            self._unsynced.pop(self._paths[fd], None)
+
+    def lose_power(self) -> None:
+        """Drop what is not synced."""
+        for path, ranges in self._unsynced.items():
+            with path.open("r+b") as file:
+                for offset, length in ranges:
+                    file.seek(offset)
+                    file.write(bytes(length))

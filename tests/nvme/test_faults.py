@@ -1,0 +1,179 @@
+"""Errors of the drive are states: writes stop, reads go on, recovery is automatic."""
+
+import errno
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from kvtier.tiers.contracts import FAILED, LANDED, Bytes
+from kvtier.tiers.nvme.catalogue import Catalogue, Change, Outcome
+from kvtier.tiers.nvme.check import check_store
+from tests.nvme.faults import ERRORS, WRITE_CALLS, FaultyFiles, ForgetfulFiles
+from tests.nvme.rig import Rig, branch, disk_takes, num_landed
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("call", WRITE_CALLS)
+def test_a_failing_write_call_fails_blocks_and_the_next_success_recovers(
+    tmp_path: Path, call: str, error: int
+) -> None:
+    old, new = branch(4), branch(7, 1)
+    for at in (0, 1):
+        store, files = tmp_path / f"{at}", FaultyFiles(call, error, at=at)
+        with Rig(store, files=files) as rig:
+            if call not in ("open", "sync_directory"):
+                rig.put(old)
+            files.arm()
+            flight = rig.put(new)
+            files.arm(False)
+            if files.fired:
+                assert FAILED in flight.status
+                assert rig.tier.statistics().state == (
+                    "full" if error == errno.ENOSPC else "failing"
+                )
+                assert isinstance(flight.error, OSError)
+            assert rig.landed(old) == (4 if call not in ("open", "sync_directory") else 0)
+            assert rig.landed(new) == num_landed(flight)
+            assert num_landed(rig.put(branch(5, 2))) == 5
+            assert rig.tier.statistics().state == "ok"
+            used = rig.tier.statistics().used_bytes
+        report = check_store(store)
+        assert report.ok, report.problems
+        assert report.bytes == used and disk_takes(store, at_most=used)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_short_write_is_a_failure(tmp_path: Path, at: int) -> None:
+    files = FaultyFiles("pwritev", "short", at=at)
+    with Rig(tmp_path / "s", files=files) as rig:
+        files.arm()
+        flight = rig.put(branch(9))
+        assert files.fired == 1 and FAILED in flight.status
+        assert rig.landed(branch(9)) == num_landed(flight)
+        assert num_landed(rig.put(branch(9))) == 9
+    assert check_store(tmp_path / "s").ok
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_a_failing_read_fails_its_block_and_what_is_behind_and_spares_the_data(
+    tmp_path: Path, at: int
+) -> None:
+    files, blocks = FaultyFiles("preadv", errno.EIO, at=at), branch(12)
+    with Rig(tmp_path / "s", files=files) as rig:
+        rig.put(blocks)
+        files.arm()
+        assert rig.landed(blocks) < 12 and files.fired == 1
+        assert rig.landed(blocks) == 12
+        assert rig.tier.statistics().io_errors == 1
+
+
+def test_a_record_that_the_drive_fails_twice_is_forgotten(tmp_path: Path) -> None:
+    files, blocks = FaultyFiles("preadv", errno.EIO, times=2), branch(3)
+    with Rig(tmp_path / "s", files=files) as rig:
+        rig.put(blocks)
+        files.arm()
+        assert rig.landed(blocks) == rig.landed(blocks) == 0
+        assert rig.lookup(blocks) == 0
+        assert num_landed(rig.put(blocks)) == rig.landed(blocks) == 3
+        assert rig.tier.statistics().quarantined == 3
+
+
+def test_a_short_read_is_a_miss_and_the_block_is_forgotten(tmp_path: Path) -> None:
+    files, blocks = FaultyFiles("preadv", "short"), branch(3)
+    with Rig(tmp_path / "s", files=files) as rig:
+        rig.put(blocks)
+        files.arm()
+        assert rig.landed(blocks) == 0
+        assert rig.lookup(blocks) == 0
+
+
+def test_a_hole_that_cannot_be_punched_is_punched_later(tmp_path: Path) -> None:
+    files = FaultyFiles("punch", errno.EIO, times=2)
+    with Rig(tmp_path / "s", files=files, capacity_bytes=160 << 10) as rig:
+        files.arm()
+        for seed in range(9):
+            rig.put(branch(5, seed))
+            assert disk_takes(tmp_path / "s", at_most=160 << 10)
+        assert files.fired == 2
+        assert rig.landed(branch(5, 8)) == 5
+    assert check_store(tmp_path / "s").ok
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_commit_that_fails_publishes_nothing_and_leaks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    plain, calls = Catalogue.commit, []
+
+    def commit(self: Catalogue, change: Change) -> Outcome:
+        if change.additions:
+            calls.append(change)
+            if len(calls) == at + 1:
+                raise OSError(errno.ENOSPC, "catalogue: full")
+        return plain(self, change)
+
+    monkeypatch.setattr(Catalogue, "commit", commit)
+    with Rig(tmp_path / "s") as rig:
+        flight = rig.put(branch(12))
+        assert FAILED in flight.status
+        assert rig.landed(branch(12)) == num_landed(flight)
+        assert num_landed(rig.put(branch(12))) == 12
+        assert rig.tier.statistics().state == "ok"
+    report = check_store(tmp_path / "s")
+    assert report.ok and report.leftover_bytes == 0
+    assert disk_takes(tmp_path / "s", at_most=report.bytes)
+
+
+def test_nothing_else_is_published_in_a_segment_whose_sync_failed(tmp_path: Path) -> None:
+    written, failed = Event(), Event()
+
+    class Files(FaultyFiles):
+        """The first sync fails, and only once the second group's bytes are written."""
+
+        def fdatasync(self, fd: int) -> None:
+            if not failed.is_set():
+                assert written.wait(20)
+                failed.set()
+                raise OSError(errno.EIO, "sync")
+            super().fdatasync(fd)
+
+        def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+            done = super().pwritev(fd, buffers, offset)
+            if offset >= 57344:  # the first group: two records of three blocks
+                written.set()
+            return done
+
+    with Rig(tmp_path / "s", files=Files("none", 0)) as rig:
+        flights = [rig.begin_put(branch(6, seed)) for seed in (0, 1)]
+        for flight in flights:
+            rig.settle(flight)
+            assert (flight.status == FAILED).all()
+        assert num_landed(rig.put(branch(6, 1))) == rig.landed(branch(6, 1)) == 6
+    assert check_store(tmp_path / "s").ok
+
+
+def test_what_landed_survives_a_power_cut(tmp_path: Path) -> None:
+    files = ForgetfulFiles()
+    with Rig(tmp_path / "s", files=files) as rig:
+        flights = [rig.begin_put(branch(9, seed)) for seed in range(4)]
+        for flight in flights:
+            rig.settle(flight)
+        files.lose_power()
+    with Rig(tmp_path / "s") as rig:
+        assert all(rig.landed(branch(9, seed)) == 9 for seed in range(4))
+
+
+def test_a_power_cut_that_loses_published_bytes_is_a_miss(tmp_path: Path) -> None:
+    class NoSync(ForgetfulFiles):
+        def fdatasync(self, fd: int) -> None:
+            pass
+
+    files = NoSync()
+    with Rig(tmp_path / "s", files=files) as rig:
+        assert (rig.put(branch(5)).status == LANDED).all()
+        files.lose_power()
+    with Rig(tmp_path / "s") as rig:
+        assert rig.landed(branch(5)) == 0
+        assert rig.lookup(branch(5)) == 0

@@ -1,0 +1,111 @@
+"""FORMAT.md's worked example, and the header's own rules."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
+
+import kvtier.tiers.nvme.record as record
+from kvtier.index.words import ROOT_KEY, BlockKey, block_keys
+from kvtier.tiers.errors import RecordRefused, StoreCorrupt, StoreVersion
+from kvtier.tiers.nvme.record import PAGE, RecordHeader, StoredBlock, decode_header, encode_header
+from kvtier.tiers.nvme.rows import Table, seal, unseal
+
+
+def example() -> bytes:
+    """The header spelt out in FORMAT.md."""
+    page = (Path(record.__file__).parent / "FORMAT.md").read_text()
+    block = re.search(r"```hex\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    body = bytearray()
+    for line in block[1].splitlines():
+        offset, _, digits = line.partition("  ")
+        assert int(offset, 16) == len(body)
+        body += bytes.fromhex(digits)
+    return bytes(body).ljust(PAGE, b"\0")
+
+
+def make(num_blocks: int, block_tokens: int, block_bytes: int) -> RecordHeader:
+    """A header with some content everywhere."""
+    tokens = np.arange(num_blocks * block_tokens, dtype="<i4").tobytes()
+    blocks = tuple(
+        StoredBlock(BlockKey(bytes([i + 1]) * 32), 2**64 - 1 - i, block_bytes)
+        for i in range(num_blocks)
+    )
+    return RecordHeader(77, b"n" * 32, BlockKey(b"p" * 32), block_bytes, tokens, blocks)
+
+
+def test_the_worked_example_decodes_to_what_the_page_says() -> None:
+    header = decode_header(example())
+    tokens = np.array([1, 2, 3, 40, 50, 60], np.int32)
+    keys = tuple(block_keys(bytes(range(32)), ROOT_KEY, tokens, 3))
+    assert header.namespace == bytes(range(32))
+    assert (header.parent, header.generation) == (ROOT_KEY, 1 << 32 | 7)
+    assert (header.block_bytes, header.record_bytes, header.block_tokens) == (5000, 20480, 3)
+    assert header.tokens == tokens.tobytes()
+    assert tuple(block.key for block in header.blocks) == keys
+    sums = tuple(xxh3_64_intdigest(bytes([value]) * 5000) for value in (0x11, 0x22))
+    assert tuple(block.checksum for block in header.blocks) == sums
+    assert header.offsets == (4096, 12288)
+
+
+def test_the_worked_example_is_what_the_encoder_writes() -> None:
+    assert encode_header(decode_header(example())) == example()
+
+
+@given(
+    num_blocks=st.integers(1, 64), block_tokens=st.integers(0, 33), block_bytes=st.integers(1, 9999)
+)
+def test_a_header_survives_encoding_at_any_size(
+    num_blocks: int, block_tokens: int, block_bytes: int
+) -> None:
+    header = make(num_blocks, block_tokens, block_bytes)
+    raw = encode_header(header)
+    assert len(raw) == header.header_bytes and len(raw) % PAGE == 0
+    assert decode_header(raw) == header
+
+
+@pytest.mark.parametrize(("num_blocks", "block_tokens"), [(1, 16), (5, 3), (64, 17)])
+def test_a_flipped_bit_in_any_byte_of_a_header_is_refused(
+    num_blocks: int, block_tokens: int
+) -> None:
+    raw = bytearray(encode_header(make(num_blocks, block_tokens, 4097)))
+    for offset in range(len(raw)):
+        raw[offset] ^= 1 << offset % 8
+        with pytest.raises((RecordRefused, StoreVersion)):
+            decode_header(bytes(raw))
+        raw[offset] ^= 1 << offset % 8
+
+
+@pytest.mark.parametrize("cut", [0, 1, 127, 4095])
+def test_a_header_cut_short_is_refused(cut: int) -> None:
+    with pytest.raises(RecordRefused):
+        decode_header(encode_header(make(2, 3, 10))[:cut])
+
+
+def test_another_format_version_is_named_and_refused() -> None:
+    raw = bytearray(example())
+    raw[8] = 2
+    with pytest.raises(StoreVersion, match="format 2, this kvtier reads format 1"):
+        decode_header(bytes(raw))
+
+
+def test_a_codec_this_version_does_not_know_is_refused() -> None:
+    header = make(2, 3, 10)
+    odd = replace(header, blocks=(header.blocks[0], replace(header.blocks[1], codec=9)))
+    with pytest.raises(RecordRefused):
+        decode_header(encode_header(odd))
+
+
+@pytest.mark.parametrize("odd", [b"", b"x", b"longer than a checksum"])
+def test_a_row_is_valid_only_under_its_key_in_its_table(odd: bytes) -> None:
+    value = seal(Table.BLOCKS, b"key", odd)
+    assert unseal(Table.BLOCKS, b"key", value) == odd
+    for table, key in [(Table.BLOCKS, b"kez"), (Table.EXTENTS, b"key")]:
+        with pytest.raises(StoreCorrupt, match="damaged"):
+            unseal(table, key, value)

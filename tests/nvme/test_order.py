@@ -1,0 +1,93 @@
+"""The order of writing, publishing, deleting and punching, as the file layer sees it."""
+
+from pathlib import Path
+
+import pytest
+
+from kvtier.tiers.nvme.catalogue import Catalogue, Change, Outcome
+from tests.nvme.faults import RecordingFiles
+from tests.nvme.rig import Rig, branch, num_landed
+
+
+def record_commits(files: RecordingFiles, patch: pytest.MonkeyPatch) -> None:
+    """Write every catalogue transaction into the same log."""
+    plain = Catalogue.commit
+
+    def commit(self: Catalogue, change: Change) -> Outcome:
+        outcome = plain(self, change)
+        for addition, taken in zip(change.additions, outcome.accepted, strict=True):
+            extent = addition.extent
+            if taken:
+                name = f"{extent.segment:016x}.seg"
+                files.note("publish", name, extent.offset, extent.nbytes)
+        for freed in outcome.freed:
+            files.note("delete", f"{freed.segment:016x}.seg", freed.offset, freed.length)
+        return outcome
+
+    patch.setattr(Catalogue, "commit", commit)
+
+
+def unsynced_publications(log: list[tuple[str, str, int, int]]) -> list[str]:
+    """Extents published while a byte of them, or their file's name, was not durable."""
+    dirty: dict[str, list[tuple[int, int]]] = {}
+    nameless: set[str] = set()
+    bad = []
+    for call, name, offset, length in log:
+        if call == "create":
+            nameless.add(name)
+        elif call == "sync directory":
+            nameless.clear()
+        elif call == "write":
+            dirty.setdefault(name, []).append((offset, length))
+        elif call == "sync":
+            dirty.pop(name, None)
+        elif call == "publish":
+            covers = [
+                at for at, n in dirty.get(name, ()) if at < offset + length and offset < at + n
+            ]
+            if covers or name in nameless:
+                bad.append(f"{name} at {offset}")
+    return bad
+
+
+def test_nothing_is_published_before_its_bytes_and_its_name_are_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = RecordingFiles()
+    record_commits(files, monkeypatch)
+    with Rig(tmp_path / "s", files=files) as rig:
+        flights = [rig.begin_put(branch(9, seed)) for seed in range(6)]
+        for flight in flights:
+            rig.settle(flight)
+            assert num_landed(flight) == 9
+    assert sum(line[0] == "publish" for line in files.log) == 18
+    assert unsynced_publications(files.log) == []
+
+
+@pytest.mark.parametrize("omitted", ["sync", "sync directory"])
+def test_the_check_above_would_notice_a_missing_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, omitted: str
+) -> None:
+    files = RecordingFiles()
+    record_commits(files, monkeypatch)
+    with Rig(tmp_path / "s", files=files) as rig:
+        rig.put(branch(9))
+    assert unsynced_publications([line for line in files.log if line[0] != omitted]) != []
+
+
+def test_bytes_are_punched_only_after_their_rows_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = RecordingFiles()
+    record_commits(files, monkeypatch)
+    with Rig(tmp_path / "s", files=files, capacity_bytes=160 << 10) as rig:
+        for seed in range(9):
+            rig.put(branch(5, seed))
+    deleted: set[tuple[str, int, int]] = set()
+    punched = [line[1:] for line in files.log if line[0] == "punch" and line[1] != "probe"]
+    assert len(punched) > 3
+    for call, name, offset, length in files.log:
+        if call == "delete":
+            deleted.add((name, offset, length))
+        elif call == "punch" and name != "probe":
+            assert (name, offset, length) in deleted

@@ -1,0 +1,1 @@
+"""The NVMe store: segments of self-describing records under an LMDB catalogue."""

@@ -1,0 +1,306 @@
+"""The LMDB catalogue: where each block's record stands. Knows no segment file and no bytes of KV.
+
+LMDB's rules bind the caller: `commit` is called from one thread only; reads may come from any. An
+environment never crosses a fork. Each read is one short transaction, and returns plain values.
+"""
+
+import errno
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from struct import Struct
+from typing import Any
+
+import lmdb
+
+from kvtier.index.words import BlockKey
+from kvtier.tiers.errors import StoreCorrupt, StoreInUse, StoreUnsupported, StoreVersion
+from kvtier.tiers.nvme.edits import Edit, Rows
+from kvtier.tiers.nvme.record import FORMAT_VERSION
+from kvtier.tiers.nvme.rows import (
+    Counters,
+    Extent,
+    Freed,
+    NamespaceRow,
+    SegmentRow,
+    Table,
+    decode_namespace,
+    decode_segment,
+    key_namespace,
+    key_number,
+    key_pair,
+    namespace_key,
+)
+
+MAP_BYTES = 64 << 30
+"""Address space, not disk: the file grows as rows come. LMDB cannot grow the map while in use."""
+
+_FORMAT_KEY = b"format"
+_EPOCH_KEY = b"epoch"
+_WORD = Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one block stands."""
+
+    extent: Extent
+    position: int
+
+
+@dataclass(frozen=True)
+class Addition:
+    """An extent to publish. `extent.namespace_id` is filled in by the catalogue."""
+
+    namespace: bytes
+    extent: Extent
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one transaction does, in this order of fields."""
+
+    cleared: Sequence[Freed] = ()
+    abandoned: Sequence[Freed] = ()
+    uses: Mapping[int, int] = field(default_factory=dict)
+    quarantine: Sequence[tuple[int, int]] = ()
+    additions: Sequence[Addition] = ()
+    ends: Mapping[int, int] = field(default_factory=dict)
+    sealed: Collection[int] = ()
+    evict_bytes: int = 0
+    protected: Collection[int] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a transaction did: which additions it took, what is to be punched now, how many blocks
+    it evicted or quarantined, new totals."""
+
+    accepted: tuple[bool, ...]
+    freed: tuple[Freed, ...]
+    num_removed: int
+    totals: Counters
+
+
+class Catalogue:
+    """An open catalogue. Reads and `commit` raise `OSError` if LMDB fails (ENOSPC: it is full),
+    `StoreCorrupt` at a damaged row."""
+
+    def __init__(self, environment: Any, tables: Mapping[Table, Any], path: Path) -> None:
+        self._environment = environment
+        self._tables = tables
+        self._path = path
+        self._namespaces: dict[bytes, int] = {}
+
+    @classmethod
+    def open(cls, path: Path, *, read_only: bool, create: bool = False) -> "Catalogue":
+        """Open the catalogue in directory `path`; with `create`, an empty one if there is none.
+
+        Raises `StoreVersion` for another format, `StoreCorrupt` if it is not a catalogue,
+        `StoreInUse` if this process has it open, `StoreUnsupported` if the system refuses.
+        """
+        try:
+            environment = lmdb.open(
+                str(path),
+                map_size=MAP_BYTES,
+                max_dbs=len(Table),
+                max_readers=64,
+                meminit=False,
+                readonly=read_only,
+                lock=not read_only,
+                create=create,
+                mode=0o600,
+            )
+        except lmdb.Error as error:
+            raise _unopened(path, error) from error
+        try:
+            tables = {
+                table: environment.open_db(
+                    table.name.lower().encode(), dupsort=table is Table.HEADS, create=create
+                )
+                for table in Table
+            }
+            catalogue = cls(environment, tables, path)
+            catalogue._check_version(create)
+            catalogue._namespaces = {row.digest: id for id, row in catalogue.namespace_rows()}
+        except lmdb.Error as error:
+            environment.close()
+            raise _unopened(path, error) from error
+        except BaseException:
+            environment.close()
+            raise
+        return catalogue
+
+    def close(self) -> None:
+        self._environment.close()
+
+    def count(self, namespace: bytes, keys: Sequence[BlockKey]) -> int:
+        """How many leading `keys` are published."""
+        number = self._namespaces.get(namespace)
+        if number is None:
+            return 0
+        with self.reading() as rows:
+            for position, key in enumerate(keys):
+                if rows.block(number, key) is None:
+                    return position
+        return len(keys)
+
+    def find(self, namespace: bytes, keys: Sequence[BlockKey]) -> list[Place]:
+        """Where the leading published `keys` stand. Stops at the first that is not there."""
+        number = self._namespaces.get(namespace)
+        if number is None:
+            return []
+        places: list[Place] = []
+        extents: dict[int, Extent] = {}
+        with self.reading() as rows:
+            for key in keys:
+                row = rows.block(number, key)
+                if row is None:
+                    break
+                id, position = row
+                extent = extents.get(id) or rows.extent(id)
+                if extent is None or position >= extent.live or extent.keys[position] != key:
+                    break  # the tables disagree: a miss; `check` reports it
+                extents[id] = extent
+                places.append(Place(extent, position))
+        return places
+
+    def counters(self) -> Counters:
+        with self.reading() as rows:
+            return rows.counters()
+
+    def namespace_rows(self) -> list[tuple[int, NamespaceRow]]:
+        """`(number, row)` of every namespace."""
+        with self.reading() as rows:
+            table = rows.scan(Table.NAMESPACES)
+        return [(key_namespace(key), decode_namespace(body)) for key, body in table]
+
+    def segments(self) -> dict[int, SegmentRow]:
+        with self.reading() as rows:
+            table = rows.scan(Table.SEGMENTS)
+        return {key_number(key): decode_segment(body) for key, body in table}
+
+    def frees(self) -> list[Freed]:
+        """Ranges that were freed and perhaps not yet punched."""
+        with self.reading() as rows:
+            table = rows.scan(Table.FREES)
+        return [Freed(0, *key_pair(key), key_number(body)) for key, body in table]
+
+    def begin_epoch(self) -> int:
+        """Count this opening and forget namespaces that hold nothing; returns the epoch (from 1).
+
+        Ids are `epoch << 32 | n`, so no id is ever used twice, not even after a crash.
+        """
+        with self._writing() as edit:
+            epoch = _word(edit.get(Table.META, _EPOCH_KEY)) + 1
+            edit.put(Table.META, _EPOCH_KEY, _WORD.pack(epoch))
+            for digest, number in list(self._namespaces.items()):
+                body = edit.get(Table.NAMESPACES, namespace_key(number))
+                if body is None or not decode_namespace(body).blocks:
+                    edit.drop(Table.NAMESPACES, namespace_key(number))
+                    del self._namespaces[digest]
+            edit.finish()
+        return epoch
+
+    def commit(self, change: Change) -> Outcome:
+        """Apply `change` in one durable transaction, or raise and change nothing."""
+        fresh: dict[bytes, int] = {}
+        accepted: list[bool] = []
+        with self._writing() as edit:
+            for freed in change.cleared:
+                edit.clear(freed)
+            for freed in change.abandoned:
+                edit.queue(freed)
+            edit.touch(change.uses)
+            for id, position in change.quarantine:
+                edit.quarantine(id, position)
+            for addition in change.additions:
+                digest, extent = addition.namespace, addition.extent
+                number = self._namespaces.get(digest) or fresh.get(digest)
+                if number is None:
+                    number = fresh[digest] = edit.new_namespace(digest)
+                accepted.append(edit.add(replace(extent, namespace_id=number)))
+                if not accepted[-1]:
+                    edit.queue(Freed(extent.id, extent.segment, extent.offset, extent.nbytes))
+            for id, end in change.ends.items():
+                edit.segment(id).end = max(edit.segment(id).end, end)
+            for id in change.sealed:
+                edit.segment(id).sealed = True
+            if change.evict_bytes > 0:
+                edit.evict(change.evict_bytes, change.protected)
+            edit.finish()
+        self._namespaces.update(fresh)
+        return Outcome(tuple(accepted), tuple(edit.freed), edit.num_removed, edit.totals)
+
+    def _check_version(self, create: bool) -> None:
+        with self.reading() as rows:
+            body = rows.get(Table.META, _FORMAT_KEY)
+        if body is not None and _word(body) != FORMAT_VERSION:
+            raise StoreVersion(
+                f"{self._path.parent}: store format {_word(body)}, this kvtier reads format "
+                f"{FORMAT_VERSION}; use the kvtier that wrote it, or a new directory"
+            )
+        if body is None and not create:
+            raise _uncatalogued(self._path)
+        if body is None:
+            with self._writing() as edit:
+                edit.put(Table.META, _FORMAT_KEY, _WORD.pack(FORMAT_VERSION))
+
+    @contextmanager
+    def reading(self) -> Iterator[Rows]:
+        """One read transaction over everything. Keep it short beside a writer."""
+        with _lmdb_as_oserror(), self._environment.begin() as txn:
+            yield Rows(txn, self._tables)
+
+    @contextmanager
+    def _writing(self) -> Iterator[Edit]:
+        with _lmdb_as_oserror(), self._environment.begin(write=True) as txn:
+            yield Edit(txn, self._tables)
+
+
+def _word(body: bytes | None) -> int:
+    return 0 if body is None else int(_WORD.unpack(body)[0])
+
+
+_DAMAGED = (
+    lmdb.InvalidError,
+    lmdb.CorruptedError,
+    lmdb.VersionMismatchError,
+    lmdb.PageNotFoundError,
+    lmdb.IncompatibleError,
+)
+
+
+def _uncatalogued(path: Path) -> StoreCorrupt:
+    return StoreCorrupt(
+        f"{path.parent}: has lost its catalogue; put it back, or remove the store directory"
+    )
+
+
+def _unopened(path: Path, error: Any) -> Exception:
+    code = int(getattr(error, "code", 0) or 0)
+    if code == errno.ENOENT or isinstance(error, lmdb.NotFoundError):
+        return _uncatalogued(path)
+    if isinstance(error, _DAMAGED):
+        return StoreCorrupt(
+            f"{path}: the catalogue is damaged ({error}); remove the store directory"
+        )
+    if code == errno.ENOMEM:
+        return StoreUnsupported(
+            f"{path}: cannot map {MAP_BYTES >> 30} GiB of address space; raise `ulimit -v`"
+        )
+    if code in (errno.ENOSPC, errno.EDQUOT):
+        return StoreUnsupported(f"{path}: the disk is full; free some space or choose another")
+    if code == 0:  # the one refusal that LMDB's Python side makes by itself
+        return StoreInUse(f"{path}: open already in this process; share that tier")
+    return StoreUnsupported(f"{path}: the catalogue cannot be opened ({error}); mend the disk")
+
+
+@contextmanager
+def _lmdb_as_oserror() -> Iterator[None]:
+    try:
+        yield
+    except lmdb.Error as error:
+        full = isinstance(error, lmdb.MapFullError) or getattr(error, "code", 0) == errno.ENOSPC
+        raise OSError(errno.ENOSPC if full else errno.EIO, f"catalogue: {error}") from error

@@ -1,0 +1,215 @@
+"""What reader and writer share on the tier's loop: the account of space, commits, reclaiming.
+
+Knows no flight and no request. Everything here but `Tally`'s readers runs on the loop's thread, so
+that nothing is locked; blocking work goes to the workers or to the catalogue's own thread.
+
+    used      bytes of published records
+    reserved  bytes of records being written, or written in vain and not yet queued as freed
+    freeing   bytes no longer named, and not yet given back to the file system
+    used + reserved + freeing <= capacity, always
+"""
+
+import asyncio
+import errno
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+
+import aiofiles.os
+
+from kvtier.tiers.errors import StoreCorrupt
+from kvtier.tiers.nvme.catalogue import Catalogue, Change, Outcome
+from kvtier.tiers.nvme.rows import Counters, Freed
+from kvtier.tiers.nvme.segments import Segments
+from kvtier.tiers.nvme.workers import Scratch, Workers
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Tally:
+    """Counts since the tier was opened. Written by the loop only; a reader may see it a bit old."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    quarantined: int = 0
+    evicted_blocks: int = 0
+    refused_blocks: int = 0
+    io_errors: int = 0
+    state: str = "ok"
+
+    def failed(self, error: Exception) -> None:
+        """A write (or the catalogue) failed: which state the tier is in until one succeeds."""
+        self.io_errors += 1
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        state = "full" if full else "failing"
+        if state != self.state:
+            _log.warning("NVMe store is %s: %s", state, error)
+        self.state = state
+
+
+class Core:
+    """The store's account and its one commit queue."""
+
+    def __init__(
+        self,
+        catalogue: Catalogue,
+        segments: Segments,
+        workers: Workers,
+        *,
+        capacity_bytes: int,
+        totals: Counters,
+        clock: Callable[[], float],
+        tally: Tally,
+    ) -> None:
+        self.catalogue = catalogue
+        self.segments = segments
+        self.workers = workers
+        self.tally = tally
+        self.capacity_bytes = capacity_bytes
+        self.totals = totals
+        self.reserved = 0
+        self.freeing = 0
+        self.anchors: Counter[int] = Counter()
+        self._readers: Counter[int] = Counter()
+        self._uses: dict[int, int] = {}
+        self._abandoned: list[Freed] = []
+        self._waiting: list[Freed] = []
+        self._punched: list[Freed] = []
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvtier-nvme-catalogue")
+        self._commit = aiofiles.os.wrap(catalogue.commit)
+
+    @property
+    def room(self) -> int:
+        """Bytes that may still be reserved."""
+        return self.capacity_bytes - self.totals.used_bytes - self.reserved - self.freeing
+
+    def used(self, extents: Collection[int]) -> None:
+        """Note that these extents were wanted now; written with the next commit."""
+        self._uses.update(dict.fromkeys(extents, self.now()))
+
+    @property
+    def num_unsaved_uses(self) -> int:
+        return len(self._uses)
+
+    def now(self) -> int:
+        """Microseconds of the tier's clock."""
+        return int(self._clock() * 1e6)
+
+    def hold(self, extents: Collection[int]) -> None:
+        """Reads of these extents begin: their bytes stay on disk until `let_go`."""
+        self._readers.update(extents)
+
+    def let_go(self, extents: Collection[int]) -> None:
+        self._readers.subtract(extents)
+        self._readers += Counter()  # drops the zeros
+
+    def abandon(self, freed: Freed) -> None:
+        """A reserved range will not be published. Stays reserved until a commit queues it."""
+        self._abandoned.append(freed)
+
+    async def commit(self, change: Change) -> Outcome:
+        """Run one catalogue transaction with all that is due, and take its totals.
+
+        Raises `OSError` or `StoreCorrupt` and changes nothing.
+        """
+        async with self._lock:
+            cleared = await self._durable_holes()
+            abandoned, uses = tuple(self._abandoned), self._uses
+            self._uses = {}
+            change = replace(change, cleared=cleared, abandoned=abandoned, uses=uses)
+            done = False
+            try:
+                outcome: Outcome = await self._commit(change, executor=self._thread)
+                done = True
+            finally:
+                if not done:
+                    self._uses = uses | self._uses
+            self._punched = [freed for freed in self._punched if freed not in cleared]
+            del self._abandoned[: len(abandoned)]
+            self.reserved -= sum(freed.length for freed in abandoned)
+            self.freeing += sum(freed.length for freed in outcome.freed)
+            self._waiting += outcome.freed
+            self.totals = outcome.totals
+            return outcome
+
+    async def make_room(self, nbytes: int) -> None:
+        """Evict until `nbytes` may be reserved, or nothing more can go. Raises like `commit`."""
+        await self.reclaim()
+        short = nbytes - self.room
+        if short <= 0:
+            return
+        protected = set(self.anchors) | set(self._readers)
+        outcome = await self.commit(Change(evict_bytes=short, protected=protected))
+        self.tally.evicted_blocks += outcome.num_removed
+        await self.reclaim()
+
+    async def reclaim(self) -> None:
+        """Punch what is freed and no longer read. What cannot be punched now waits."""
+        for whole_files in (False, True):  # a file goes after the last range of it
+            ready = [f for f in self._waiting if f.whole_file is whole_files and self._idle(f)]
+            self._waiting = [freed for freed in self._waiting if freed not in ready]
+            jobs = [partial(_reclaim, self.segments, freed) for freed in ready]
+            errors = await asyncio.gather(*(self.workers.submit(j, urgent=True) for j in jobs))
+            for freed, error in zip(ready, errors, strict=True):
+                if error is None:
+                    self.freeing -= freed.length
+                    self._punched.append(freed)
+                else:
+                    self.tally.failed(error)
+                    self._waiting.append(freed)
+
+    async def close(self, *, save: bool) -> None:
+        """Save what is known of last uses; then end the catalogue's thread."""
+        try:
+            if save and (self._uses or self._punched or self._abandoned):
+                await self.commit(Change())
+        except (OSError, StoreCorrupt) as error:
+            self.tally.failed(error)
+        finally:
+            self._thread.shutdown()
+
+    def _idle(self, freed: Freed) -> bool:
+        if not freed.whole_file:
+            return not self._readers[freed.extent]
+        return not any(
+            other.segment == freed.segment and not other.whole_file for other in self._waiting
+        )
+
+    async def _durable_holes(self) -> tuple[Freed, ...]:
+        """What has been punched, once it is known to survive a power cut."""
+        punched = tuple(self._punched)
+        segments = sorted({freed.segment for freed in punched if not freed.whole_file})
+        if segments:
+            job = partial(_sync_punched, self.segments, segments)
+            error = await self.workers.submit(job, urgent=True)
+            if error is not None:
+                self.tally.failed(error)
+                return ()
+        return punched
+
+
+def _reclaim(segments: Segments, freed: Freed, _: Scratch) -> OSError | None:
+    try:
+        segments.reclaim(freed)
+    except OSError as error:
+        return error
+    return None
+
+
+def _sync_punched(segments: Segments, ids: Sequence[int], _: Scratch) -> OSError | None:
+    for id in ids:
+        try:
+            segments.sync(id)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            return error
+    return None

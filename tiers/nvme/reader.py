@@ -1,0 +1,329 @@
+"""Fetches: from catalogue rows to verified bytes in a pool's slots.
+
+Every block is checked before it lands: the record's header against what the catalogue and the
+request say (identity, generation, token ids), the payload against the header's checksum. Blocks
+land in order. A failure is reported only when no read is in flight into that flight's slots.
+"""
+
+import asyncio
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from threading import Lock
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from kvtier.index.words import TierId
+from kvtier.tiers.contracts import LANDED, Bytes, Fetch, Flight
+from kvtier.tiers.errors import RecordRefused, StoreCorrupt, StoreVersion
+from kvtier.tiers.nvme.blocks import block_views, page_views
+from kvtier.tiers.nvme.catalogue import Change, Place
+from kvtier.tiers.nvme.core import Core
+from kvtier.tiers.nvme.record import PAGE, RecordHeader, decode_header
+from kvtier.tiers.nvme.rows import Extent
+from kvtier.tiers.nvme.segments import Segments
+from kvtier.tiers.nvme.workers import Scratch
+
+_log = logging.getLogger(__name__)
+
+RUN_BYTES = 4 << 20
+"""About what one read brings: long enough for the drive, short enough to land early."""
+
+_MIN_RUN_BYTES = 512 << 10
+_RUN_BLOCKS = 256
+"""Well below the kernel's limit on buffers in one call."""
+
+_HEADERS_KEPT = 4096
+_STRIKES = 2
+_UNSAVED_USES = 16384
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring blocks of one extent: request positions from `first`, places from `position`."""
+
+    extent: Extent
+    first: int
+    position: int
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Why a run did not arrive. `position` (in the extent): from there on it is worthless; None:
+    the drive failed, or the request is at odds with the record, and the record may be good."""
+
+    extent: int
+    position: int | None
+    error: Exception
+
+
+class HeaderCache:
+    """Verified headers of recently read extents. Thread-safe, bounded."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._headers: OrderedDict[int, RecordHeader] = OrderedDict()
+
+    def get(self, id: int) -> RecordHeader | None:
+        with self._lock:
+            return self._headers.get(id)
+
+    def keep(self, header: RecordHeader) -> None:
+        with self._lock:
+            self._headers[header.generation] = header
+            if len(self._headers) > _HEADERS_KEPT:
+                self._headers.popitem(last=False)
+
+    def drop(self, id: int) -> None:
+        with self._lock:
+            self._headers.pop(id, None)
+
+
+class Landing:
+    """Lands a flight's blocks in order while runs finish in any order. Thread-safe."""
+
+    def __init__(self, flight: Flight, count: int) -> None:
+        self._flight = flight
+        self._lock = Lock()
+        self._verified = np.zeros(count, np.bool_)
+        self._checksums = np.zeros(count, np.uint64)
+        self._frontier = 0
+        self.limit = count
+
+    def arrived(self, first: int, checksums: Sequence[int]) -> None:
+        """Blocks from `first` on are in their slots and verified."""
+        with self._lock:
+            last = first + len(checksums)
+            self._checksums[first:last] = checksums
+            self._verified[first:last] = True
+            start = self._frontier
+            gaps = np.flatnonzero(~self._verified[start : self.limit])
+            self._frontier = start + int(gaps[0]) if len(gaps) else max(start, self.limit)
+            fresh = np.arange(start, self._frontier)
+            if len(fresh):
+                self._flight.land(fresh, self._checksums[fresh], TierId.NVME)
+
+    def cut(self, block: int) -> None:
+        """Nothing from `block` on will land."""
+        with self._lock:
+            self.limit = min(self.limit, block)
+
+
+def read_run(
+    run: Run,
+    request: Fetch,
+    landing: Landing,
+    segments: Segments,
+    headers: HeaderCache,
+    scratch: Scratch,
+) -> Damage | None:
+    """Read, verify and land one run. Runs on a worker."""
+    if landing.limit <= run.first:
+        return None
+    try:
+        damage = _read_verified(run, request, landing, segments, headers, scratch)
+    except (RecordRefused, StoreVersion, FileNotFoundError) as error:
+        headers.drop(run.extent.id)
+        damage = Damage(run.extent.id, 0, error)
+    except OSError as error:
+        damage = Damage(run.extent.id, None, error)
+    if damage is not None:
+        skipped = 0 if damage.position is None else max(0, damage.position - run.position)
+        landing.cut(run.first + skipped)
+    return damage
+
+
+def _read_verified(
+    run: Run,
+    request: Fetch,
+    landing: Landing,
+    segments: Segments,
+    headers: HeaderCache,
+    scratch: Scratch,
+) -> Damage | None:
+    extent, count = run.extent, len(run.slots)
+    start, end = extent.starts[run.position], extent.starts[run.position + count]
+    pages = page_views(request.pool, run.slots)
+    if pages is None or sum(page.nbytes for page in pages) != end - start:
+        payload = scratch.take("payload", end - start)
+        pages = np.split(payload, [extent.starts[p] - start for p in _inner(run)])
+        bounce = True
+    else:
+        bounce = False
+    header = headers.get(extent.id)
+    with segments.opened(extent.segment) as fd:
+        if header is None:
+            raw = scratch.take("header", extent.header_pages * PAGE)
+            if run.position:
+                _read_fully(segments, fd, [raw], extent.offset)
+                _read_fully(segments, fd, pages, start)
+            else:  # the header stands right before the payload
+                _read_fully(segments, fd, [raw, *pages], extent.offset)
+            header = decode_header(raw.tobytes())
+            check_identity(header, extent, request.namespace)
+            headers.keep(header)
+        else:
+            _read_fully(segments, fd, pages, start)
+    size = request.pool.block_bytes
+    tokens = request.tokens.astype("<i4", copy=False).tobytes()
+    stride = len(tokens) // len(request.keys)
+    views = block_views(request.pool, run.slots)
+    checksums: list[int] = []
+    damage: Damage | None = None
+    for i, page in enumerate(pages):
+        place, block = run.position + i, run.first + i
+        told = tokens[block * stride : (block + 1) * stride]
+        if header.block_bytes != size or header.tokens_of(place) != told:
+            damage = Damage(extent.id, None, ValueError("fetch: the record holds other tokens"))
+            break
+        digest = xxh3_64_intdigest(page[:size].data)
+        if digest != header.blocks[place].checksum:
+            error = RecordRefused(f"record {extent.id:x}: block {place} fails its checksum")
+            damage = Damage(extent.id, place, error)
+            break
+        if bounce:
+            np.copyto(views[i], page[:size])
+        checksums.append(digest)
+    if damage is not None:
+        landing.cut(run.first + len(checksums))
+    landing.arrived(run.first, checksums)
+    return damage
+
+
+def check_identity(header: RecordHeader, extent: Extent, namespace: bytes) -> None:
+    """Raises `RecordRefused` unless the header is of the very record the catalogue names."""
+    if header.generation != extent.id:
+        raise RecordRefused(f"record {extent.id:x}: another generation stands at its place")
+    keys = tuple(block.key for block in header.blocks)
+    if header.namespace != namespace or header.parent != extent.parent or keys != extent.keys:
+        raise RecordRefused(f"record {extent.id:x}: its header names other blocks")
+    starts = tuple(extent.offset + offset for offset in header.offsets)
+    if starts != extent.starts[:-1] or extent.offset + header.record_bytes != extent.starts[-1]:
+        raise RecordRefused(f"record {extent.id:x}: its header has other lengths")
+
+
+class Reader:
+    """Serves fetches on the tier's loop."""
+
+    def __init__(self, core: Core, threads: int) -> None:
+        self._core = core
+        self._threads = threads
+        self._headers = HeaderCache()
+        self._strikes: Counter[int] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, request: Fetch, flight: Flight) -> None:
+        """Begin a fetch. Nothing raised here reaches the caller: it fails the flight."""
+        if not request.keys:
+            return
+        try:
+            places = self._core.catalogue.find(request.namespace, request.keys)
+        except (OSError, StoreCorrupt) as error:
+            self._core.tally.failed(error)
+            flight.fail_rest(error)
+            return
+        self._core.tally.misses += len(request.keys) - len(places)
+        flight.fail(range(len(places), len(request.keys)))
+        if not places:
+            return
+        runs = cut_runs(places, request, self._threads)
+        extents = [run.extent.id for run in runs]
+        self._core.used(set(extents))
+        self._core.hold(extents)
+        landing = Landing(flight, len(places))
+        segments, headers = self._core.segments, self._headers
+        jobs = (partial(read_run, r, request, landing, segments, headers) for r in runs)
+        futures = [self._core.workers.submit(job, urgent=True) for job in jobs]
+        task = asyncio.create_task(self._finish(flight, runs, futures))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def drain(self) -> None:
+        """Wait until every fetch has ended."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _finish(
+        self,
+        flight: Flight,
+        runs: Sequence[Run],
+        futures: "Sequence[asyncio.Future[Damage | None]]",
+    ) -> None:
+        core, error = self._core, None
+        outcomes = await asyncio.gather(*futures, return_exceptions=True)
+        core.let_go([run.extent.id for run in runs])
+        try:
+            core.tally.hits += int(np.count_nonzero(flight.status == LANDED))
+            core.tally.read_bytes += sum(_nbytes(run) for run in runs)
+            damages = []
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException):
+                    _log.error("NVMe read broke", exc_info=outcome)
+                elif outcome is not None:
+                    damages.append(outcome)
+            if damages:
+                error = damages[0].error
+                await self._quarantine(damages)
+            elif core.num_unsaved_uses > _UNSAVED_USES:
+                await core.commit(Change())
+            await core.reclaim()
+        except (OSError, StoreCorrupt) as failure:
+            core.tally.failed(failure)
+        finally:
+            flight.fail_rest(error)
+
+    async def _quarantine(self, damages: Sequence[Damage]) -> None:
+        """Forget what is damaged and all that hangs off it; and what the drive failed twice."""
+        core, rotten = self._core, []
+        for damage in damages:
+            _log.warning("NVMe read: %s", damage.error)
+            if isinstance(damage.error, OSError) and damage.position is None:
+                core.tally.failed(damage.error)
+                self._strikes[damage.extent] += 1
+                if self._strikes[damage.extent] >= _STRIKES:
+                    rotten.append((damage.extent, 0))
+            elif damage.position is not None:
+                rotten.append((damage.extent, damage.position))
+        if rotten:
+            outcome = await core.commit(Change(quarantine=rotten))
+            core.tally.quarantined += outcome.num_removed
+            for extent, _ in rotten:
+                self._headers.drop(extent)
+                del self._strikes[extent]
+
+
+def cut_runs(places: Sequence[Place], request: Fetch, threads: int) -> list[Run]:
+    """Group places that follow each other in one extent into runs, enough to busy every thread."""
+    sizes = [p.extent.pages[p.position] * PAGE for p in places]
+    target = min(RUN_BYTES, max(_MIN_RUN_BYTES, sum(sizes) // threads))
+    cuts, nbytes = [0], sizes[0]  # where runs begin; bytes of the last one
+    for i, (before, place) in enumerate(pairwise(places), start=1):
+        follows = place.extent is before.extent and place.position == before.position + 1
+        if not follows or nbytes + sizes[i] > target or i - cuts[-1] >= _RUN_BLOCKS:
+            cuts.append(i)
+            nbytes = 0
+        nbytes += sizes[i]
+    slots = [int(slot) for slot in request.slots]
+    return [
+        Run(places[a].extent, a, places[a].position, tuple(slots[a:b]))
+        for a, b in pairwise([*cuts, len(places)])
+    ]
+
+
+def _inner(run: Run) -> range:
+    return range(run.position + 1, run.position + len(run.slots))
+
+
+def _nbytes(run: Run) -> int:
+    return run.extent.starts[run.position + len(run.slots)] - run.extent.starts[run.position]
+
+
+def _read_fully(segments: Segments, fd: int, buffers: Sequence[Bytes], offset: int) -> None:
+    wanted = sum(buffer.nbytes for buffer in buffers)
+    if segments.files.preadv(fd, buffers, offset) != wanted:
+        raise RecordRefused(f"segment: ends before {offset + wanted}; the record is cut short")

@@ -1,0 +1,394 @@
+"""Puts: from slots of a pool to published records, in groups.
+
+Order of a group: space reserved (evicting if need be) -> payload and header written -> fdatasync ->
+one catalogue transaction -> landed. Sync and commit of a group overlap the next group's writes;
+commits keep the order of allocation, so that a segment holds nothing unpublished before its
+published end.
+"""
+
+import asyncio
+import errno
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from kvtier.index.words import ROOT_KEY, BlockKey, TierId
+from kvtier.tiers.contracts import Flight, Pool, Put
+from kvtier.tiers.errors import CapacityTooSmall, StoreCorrupt, TierFull
+from kvtier.tiers.nvme.blocks import block_views, page_views
+from kvtier.tiers.nvme.catalogue import Addition, Change, Place
+from kvtier.tiers.nvme.core import Core
+from kvtier.tiers.nvme.record import (
+    PAGE,
+    RecordHeader,
+    StoredBlock,
+    encode_header,
+    header_bytes,
+    padded,
+)
+from kvtier.tiers.nvme.rows import Extent, Freed
+from kvtier.tiers.nvme.segments import Allocation, Segments
+from kvtier.tiers.nvme.workers import Scratch
+
+EXTENT_BYTES = 4 << 20
+"""About what one record holds; no more than `_EXTENT_BLOCKS` blocks, at least one."""
+
+GROUP_BYTES = 64 << 20
+"""About what one fdatasync and one commit cover."""
+
+_EXTENT_BLOCKS = 64
+
+
+@dataclass(eq=False)
+class Record:
+    """One extent on its way down. `riders`: per block, the flights that wait for it."""
+
+    id: int
+    namespace: bytes
+    parent: BlockKey
+    anchor: int
+    after: "Record | None"
+    keys: tuple[BlockKey, ...]
+    tokens: bytes
+    pool: Pool
+    slots: tuple[int, ...]
+    expected: tuple[int, ...] | None
+    riders: list[list[tuple[Flight, int]]]
+    checksums: tuple[int, ...] = ()
+    segment: int = 0
+    offset: int = 0
+    error: Exception | None = field(default=None)
+
+    @property
+    def header_bytes(self) -> int:
+        return header_bytes(len(self.keys), len(self.tokens) // 4 // len(self.keys))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk, header and padding included."""
+        return self.header_bytes + len(self.keys) * padded(self.pool.block_bytes)
+
+    def extent(self, now: int) -> Extent:
+        """The catalogue's row; the namespace's number is the catalogue's to fill in."""
+        pages = (padded(self.pool.block_bytes) // PAGE,) * len(self.keys)
+        return Extent(
+            self.id,
+            0,
+            self.segment,
+            self.offset,
+            self.header_bytes // PAGE,
+            len(self.keys),
+            now,
+            self.parent,
+            self.keys,
+            pages,
+        )
+
+
+class ChecksumMismatch(Exception):
+    """The bytes of a put are not the bytes its caller took the checksum of."""
+
+
+def write_record(record: Record, segments: Segments, scratch: Scratch) -> Exception | None:
+    """Verify, checksum and write one record. Runs on a worker; returns what went wrong."""
+    size = record.pool.block_bytes
+    views = block_views(record.pool, record.slots)
+    record.checksums = tuple(xxh3_64_intdigest(view.data) for view in views)
+    expected = record.expected or ()  # 0: the pool has none for that block
+    if any(told not in (0, found) for told, found in zip(expected, record.checksums, strict=False)):
+        return ChecksumMismatch("put: a block's bytes changed since its checksum was taken")
+    pages = page_views(record.pool, record.slots) if size % PAGE == 0 else None
+    if pages is None:  # padding is written as zeros: a slot's own may hold anything
+        room = scratch.take("payload", padded(size) * len(views)).reshape(len(views), -1)
+        room[:, size:] = 0
+        for row, view in zip(room, views, strict=True):
+            np.copyto(row[:size], view)
+        pages = [room.reshape(-1)]
+    header = RecordHeader(
+        record.id,
+        record.namespace,
+        record.parent,
+        size,
+        record.tokens,
+        tuple(map(StoredBlock, record.keys, record.checksums, [size] * len(views))),
+    )
+    head = scratch.take("header", record.header_bytes)
+    head[:] = np.frombuffer(encode_header(header), np.uint8)
+    try:
+        with segments.opened(record.segment) as fd:
+            written = segments.files.pwritev(fd, [head, *pages], record.offset)
+    except OSError as error:
+        return error
+    if written != record.nbytes:
+        return OSError(errno.EIO, f"short write: {written} of {record.nbytes} bytes")
+    return None
+
+
+class Writer:
+    """Serves puts on the tier's loop."""
+
+    def __init__(
+        self, core: Core, next_id: Callable[[], int], *, extent_bytes: int, group_bytes: int
+    ) -> None:
+        self._core = core
+        self._next_id = next_id
+        self._extent_bytes = extent_bytes
+        self._group_bytes = min(group_bytes, max(core.capacity_bytes // 4, 1))
+        self._queue: deque[Record] = deque()
+        self._pending: dict[tuple[bytes, BlockKey], tuple[Record, int]] = {}
+        self._wake = asyncio.Event()
+        self._unsyncable: dict[int, OSError] = {}
+        self._closing = False
+
+    def close(self) -> None:
+        """Take no more; `run` returns once the queue is empty."""
+        self._closing = True
+        self._wake.set()
+
+    def plan(self, request: Put, flight: Flight) -> None:
+        """Accept a put: land what is there, ride on what is under way, queue the rest."""
+        core, keys = self._core, request.keys
+        if self._closing or not keys:
+            flight.fail_rest()
+            return
+        try:
+            places = core.catalogue.find(request.namespace, keys)
+            parent = [] if places else core.catalogue.find(request.namespace, [request.parent])
+        except (OSError, StoreCorrupt) as error:
+            core.tally.failed(error)
+            flight.fail_rest(error)
+            return
+        if places:
+            core.used({place.extent.id for place in places})
+            flight.land(range(len(places)), source=TierId.NVME)
+        start = len(places)
+        while start < len(keys) and (request.namespace, keys[start]) in self._pending:
+            record, position = self._pending[request.namespace, keys[start]]
+            record.riders[position].append((flight, start))
+            start += 1
+        if start < len(keys):
+            self._plan_new(request, flight, start, places or parent)
+
+    def _plan_new(self, request: Put, flight: Flight, start: int, before: list[Place]) -> None:
+        keys, size = request.keys, request.pool.block_bytes
+        parent = keys[start - 1] if start else request.parent
+        after = self._pending.get((request.namespace, parent), (None, 0))[0]
+        stride = len(request.tokens) // len(keys)
+        if after is None and not before and parent != ROOT_KEY:
+            error: Exception = StoreCorrupt("put: the block's parent is not in the store")
+        elif header_bytes(1, stride) + padded(size) > self._core.capacity_bytes:
+            error = CapacityTooSmall(
+                f"NVMe store: a block takes {header_bytes(1, stride) + padded(size)} bytes, the "
+                f"store holds {self._core.capacity_bytes}; raise its capacity"
+            )
+        else:
+            self._cut(request, flight, start, after, before[-1].extent.id if before else 0)
+            return
+        self._core.tally.refused_blocks += len(keys) - start
+        flight.fail(range(start, len(keys)), error)
+
+    def _cut(
+        self, request: Put, flight: Flight, start: int, after: Record | None, anchor: int
+    ) -> None:
+        """Cut the blocks from `start` on into records and queue them."""
+        keys, slots = request.keys, [int(slot) for slot in request.slots]
+        size = padded(request.pool.block_bytes)
+        count = max(1, min(self._extent_bytes // size, _EXTENT_BLOCKS))
+        stride = len(request.tokens) // len(keys)
+        for a in range(start, len(keys), count):
+            b = min(a + count, len(keys))
+            sums = request.checksums
+            record = Record(
+                id=self._next_id(),
+                namespace=request.namespace,
+                parent=keys[a - 1] if a else request.parent,
+                anchor=after.id if after else anchor,
+                after=after,
+                keys=keys[a:b],
+                tokens=request.tokens[a * stride : b * stride].astype("<i4").tobytes(),
+                pool=request.pool,
+                slots=tuple(slots[a:b]),
+                expected=None if sums is None else tuple(int(s) for s in sums[a:b]),
+                riders=[[(flight, i)] for i in range(a, b)],
+            )
+            self._core.anchors[record.anchor] += 1
+            for position, key in enumerate(record.keys):
+                self._pending[record.namespace, key] = (record, position)
+            self._queue.append(record)
+            after = record
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Write groups until closed and empty."""
+        settling: asyncio.Task[None] | None = None
+        while True:
+            group = self._next_group()
+            if group:
+                allocation = await self._admit(group)
+                if allocation is not None:
+                    await self._write(allocation, group)
+                    if settling is not None:
+                        await settling
+                    settling = asyncio.create_task(self._settle(allocation, group))
+            elif settling is not None:
+                await settling
+                settling = None
+            elif self._closing:
+                return
+            else:
+                self._wake.clear()
+                await self._wake.wait()
+
+    def fail_all(self, error: Exception) -> None:
+        """Give up everything queued or under way (only after `run` has ended)."""
+        for record, _ in list(self._pending.values()):
+            if record.error is None:
+                self._fail(record, error)
+        self._queue.clear()
+
+    def _next_group(self) -> list[Record]:
+        group: list[Record] = []
+        nbytes = 0
+        while self._queue and (not group or nbytes + self._queue[0].nbytes <= self._group_bytes):
+            record = self._queue.popleft()
+            if record.after is not None and record.after.error is not None:
+                self._fail(record, record.after.error)
+                continue
+            record.after = None if record.after not in group else record.after
+            group.append(record)
+            nbytes += record.nbytes
+        return group
+
+    async def _admit(self, group: list[Record]) -> Allocation | None:
+        """Reserve space for as many of `group` as fit; the others fail and leave it."""
+        core = self._core
+        try:
+            await core.make_room(sum(record.nbytes for record in group))
+        except (OSError, StoreCorrupt) as error:
+            core.tally.failed(error)
+        room, fit = core.room, 0
+        while fit < len(group) and group[fit].nbytes <= room:
+            room -= group[fit].nbytes
+            fit += 1
+        for record in group[fit:]:
+            self._fail(record, TierFull("NVMe store: no room, and nothing that may be evicted"))
+        del group[fit:]
+        if not group:
+            return None
+        allocation = core.segments.allocate(sum(record.nbytes for record in group))
+        core.reserved += allocation.length
+        offset = allocation.offset
+        for record in group:
+            record.segment, record.offset = allocation.segment, offset
+            offset += record.nbytes
+        return allocation
+
+    async def _write(self, allocation: Allocation, group: Sequence[Record]) -> None:
+        core, segments = self._core, self._core.segments
+        prepare = partial(_attempt, partial(segments.prepare, allocation))
+        error = await core.workers.submit(prepare, urgent=True)
+        if error is not None:
+            segments.retire()
+            for record in group:
+                record.error = error
+            return
+        jobs = (partial(write_record, record, segments) for record in group)
+        futures = [core.workers.submit(job, urgent=False) for job in jobs]
+        for record, outcome in zip(group, await asyncio.gather(*futures), strict=True):
+            record.error = outcome
+
+    async def _settle(self, allocation: Allocation, group: Sequence[Record]) -> None:
+        """Sync and publish what was written; land or fail every block of the group."""
+        core, segments = self._core, self._core.segments
+        if any(record.error is None for record in group):
+            sync = partial(_attempt, partial(segments.sync, allocation.segment))
+            error = await core.workers.submit(sync, urgent=True)
+            error = error or self._unsyncable.get(allocation.segment)
+            if error is not None:  # what the kernel could not write it may have forgotten
+                segments.retire()
+                self._unsyncable[allocation.segment] = error
+                for record in group:
+                    record.error = record.error or error
+        segments.settled(allocation)
+        for record in group:
+            if record.error is None and record.after is not None:
+                record.error = record.after.error
+        good = [record for record in group if record.error is None]
+        await self._publish(allocation, group, good)
+
+    async def _publish(
+        self, allocation: Allocation, group: Sequence[Record], good: Sequence[Record]
+    ) -> None:
+        core, segments = self._core, self._core.segments
+        for record in group:
+            if record.error is not None:
+                core.abandon(Freed(record.id, record.segment, record.offset, record.nbytes))
+        now = core.now()
+        change = Change(
+            additions=[Addition(record.namespace, record.extent(now)) for record in good],
+            ends={allocation.segment: allocation.offset + allocation.length} if good else {},
+            sealed=segments.sealable,
+        )
+        try:
+            outcome = await core.commit(change)
+        except (OSError, StoreCorrupt) as error:
+            core.tally.failed(error)
+            for record in good:
+                record.error = error
+                core.abandon(Freed(record.id, record.segment, record.offset, record.nbytes))
+        else:
+            segments.sealed(change.sealed)
+            core.reserved -= sum(record.nbytes for record in good)
+            for record, accepted in zip(good, outcome.accepted, strict=True):
+                if not accepted:
+                    record.error = StoreCorrupt("put: the block's parent left the store meanwhile")
+        errors = [record.error for record in group]
+        if None in errors and not any(isinstance(error, OSError) for error in errors):
+            core.tally.state = "ok"
+        for record in group:
+            if record.error is None:
+                self._land(record)
+            else:
+                self._fail(record, record.error)
+        await core.reclaim()
+
+    def _land(self, record: Record) -> None:
+        self._core.tally.written_bytes += record.nbytes
+        flights: dict[Flight, list[tuple[int, int]]] = {}
+        for position, riders in enumerate(record.riders):
+            for flight, block in riders:
+                flights.setdefault(flight, []).append((block, record.checksums[position]))
+        self._forget(record)
+        for flight, landed in flights.items():
+            sums = np.array([checksum for _, checksum in landed], np.uint64)
+            flight.land([block for block, _ in landed], sums, TierId.NVME)
+
+    def _fail(self, record: Record, error: Exception) -> None:
+        record.error = error
+        if isinstance(error, OSError):
+            self._core.tally.failed(error)
+        self._core.tally.refused_blocks += len(record.keys)
+        self._forget(record)
+        for riders in record.riders:
+            for flight, block in riders:
+                flight.fail([block], error)
+
+    def _forget(self, record: Record) -> None:
+        anchors: Counter[int] = self._core.anchors
+        anchors[record.anchor] -= 1
+        if not anchors[record.anchor]:
+            del anchors[record.anchor]
+        for key in record.keys:
+            self._pending.pop((record.namespace, key), None)
+
+
+def _attempt(action: Callable[[], None], _: Scratch) -> OSError | None:
+    try:
+        action()
+    except OSError as error:
+        return error
+    return None
