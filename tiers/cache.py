@@ -21,7 +21,7 @@ from threading import RLock
 import numpy as np
 
 from kvtier.index.radix import RadixIndex
-from kvtier.index.words import BlockIds, BlockKey, Residency, Slots, TierId, Tokens
+from kvtier.index.words import BlockIds, Residency, Slots, TierId, Tokens
 from kvtier.tiers.contracts import Checksums, Pool, Signal, Store
 from kvtier.tiers.errors import TierFull
 from kvtier.tiers.guard import LaunchGuard, SlotUse
@@ -420,9 +420,8 @@ class TieredCache:
         return usable
 
     def _describe(self, ids: BlockIds, slots: Slots, checksums: Checksums) -> None:
-        keys: list[BlockKey] = [self._index.keys(ids[i : i + 1])[0] for i in range(len(ids))]
-        if keys:
-            self._ledger.pools[0].describe(slots, keys, checksums)
+        if len(ids):
+            self._ledger.pools[0].describe(slots, self._index.keys(ids), checksums)
 
     def _take_all(self, n: int, deadline: float | None, who: str) -> Slots:
         """`n` slots of the top pool, or `TierFull` and none."""

@@ -224,8 +224,8 @@ class Ledger:
             self._writing.difference_update(ids.tolist())
         else:
             slots = move.slots[positions]
-            keys = [self.index.keys(ids[i : i + 1])[0] for i in range(len(ids))]
-            self.pools[move.dst].describe(slots, keys, move.flight.checksums[positions])
+            keys, checksums = self.index.keys(ids), move.flight.checksums[positions]
+            self.pools[move.dst].describe(slots, keys, checksums)
             self.index.finish_fill(move.dst, ids)
             if move.dst == 0:
                 self.book.mark(slots, SlotUse.RESIDENT)
