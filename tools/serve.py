@@ -1,0 +1,38 @@
+"""`kvtier serve`: run the sidecar until SIGTERM or SIGINT. Loads no torch."""
+
+import asyncio
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+from kvtier.tiers.sidecar.server import SidecarServer
+
+
+def serve(socket: Path, store: Path | None, *, dram_bytes: int, nvme_bytes: int) -> None:
+    """Serve on `socket`; return after a graceful stop.
+
+    Prints one line once clients can connect. Raises what `SidecarServer.start` raises.
+    """
+    asyncio.run(_serve(SidecarServer(socket, store, dram_bytes=dram_bytes, nvme_bytes=nvme_bytes)))
+
+
+async def _serve(server: SidecarServer) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await server.start()
+    _say(f"ready, pid {os.getpid()}, {server}")
+    await stop.wait()
+    # A second signal ends the process at once, whatever is still being written down.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(number)
+    _say("stopping, writing DRAM down to the store")
+    await server.stop()
+
+
+def _say(text: str) -> None:
+    """Whether anybody still reads our output must not matter to the clients."""
+    with suppress(BrokenPipeError):
+        print(f"kvtier serve: {text}", flush=True)
