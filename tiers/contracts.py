@@ -164,7 +164,7 @@ class Pool(Protocol):
     def num_free(self) -> int: ...
 
     def alloc(self, n: int) -> Slots:
-        """`n` slots, in runs where possible. Raises `TierFull` (and takes none) if there are fewer."""
+        """`n` slots, in runs where possible. Raises `TierFull`, and takes none, if too few."""
         ...
 
     def free(self, slots: Slots) -> None:
