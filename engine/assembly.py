@@ -1,0 +1,113 @@
+"""Builds the cache that one engine process uses: embedded tiers, a sidecar's, or HBM alone.
+
+Knows sizes and paths; not models or requests. What it opens, its `close` closes.
+"""
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvtier.engine.errors import BadSettings
+from kvtier.index.namespace import BlockLayout
+from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.contracts import Pool, Signal
+from kvtier.tiers.cuda import CudaDevice
+from kvtier.tiers.device import CpuDevice, Device
+from kvtier.tiers.dram import DramSlab
+from kvtier.tiers.errors import CapacityTooSmall
+from kvtier.tiers.hbm import HbmPool
+from kvtier.tiers.mover import Mover
+from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tiers.sidecar.tier import SidecarTier
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """Where K and V may live. Sizes in bytes.
+
+    `store`: a directory for the NVMe tier, bounded by `nvme_bytes`. `socket`: a sidecar that owns
+    DRAM and NVMe, so that `dram_bytes`, `nvme_bytes` and `store` are its business, not ours.
+    `dram_bytes` 0 leaves the DRAM tier out. `debug` poisons freed slots.
+    Raises `BadSettings` if `store` and `socket` are both given.
+    """
+
+    hbm_bytes: int = 1 * GIB
+    dram_bytes: int = 2 * GIB
+    store: Path | None = None
+    nvme_bytes: int = 16 * GIB
+    socket: Path | None = None
+    block_size: int = 16
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        if self.store and self.socket:
+            raise BadSettings("cache: both a store and a socket are given; the sidecar owns stores")
+
+
+@dataclass(frozen=True, eq=False)
+class OpenCache:
+    """A running cache and the parts an engine looks at. `close` ends them, innermost last."""
+
+    cache: TieredCache
+    hbm: HbmPool
+    store: NvmeTier | SidecarTier | None
+    resources: ExitStack
+
+    def close(self) -> None:
+        """Finish what is in flight, then let go of threads, files and memory. Idempotent."""
+        self.resources.close()
+
+
+def open_cache(settings: CacheSettings, layout: BlockLayout, device: str = "cpu") -> OpenCache:
+    """Open every tier; `device` is "cpu" or a CUDA device.
+
+    Raises what the tiers raise; nothing stays open then.
+    """
+    with ExitStack() as stack:
+        signal = Signal()
+        cuda = None if device == "cpu" else CudaDevice(signal, torch.device(device).index or 0)
+        copies: Device = CpuDevice(signal) if cuda is None else cuda
+        stack.callback(copies.close)
+        mover = Mover(copies)
+        hbm = HbmPool.sized(layout, settings.hbm_bytes, device=device, debug=settings.debug)
+        pools: list[Pool] = [hbm]
+        store: NvmeTier | SidecarTier | None = None
+        if settings.socket:
+            store = SidecarTier.connect(
+                settings.socket, layout, mover=mover, signal=signal, registrar=cuda
+            )
+        else:
+            if settings.dram_bytes:
+                slab = _slab(settings.dram_bytes, layout)
+                stack.callback(slab.close)
+                pools.append(slab)
+                if cuda is not None:
+                    cuda.register(slab)
+            if settings.store:
+                _refuse_less_than_a_block("nvme_bytes", settings.nvme_bytes, layout)
+                store = NvmeTier.open(
+                    settings.store, capacity_bytes=settings.nvme_bytes, signal=signal
+                )
+        stores = [] if store is None else [store]
+        for each in stores:
+            stack.callback(each.close)
+        cache = TieredCache(layout.block_size, pools, stores, mover, signal)
+        stack.callback(cache.close)
+        return OpenCache(cache, hbm, store, stack.pop_all())
+
+
+def _slab(nbytes: int, layout: BlockLayout) -> DramSlab:
+    _refuse_less_than_a_block("dram_bytes", nbytes, layout)
+    return DramSlab.create(nbytes // layout.nbytes, layout.nbytes)
+
+
+def _refuse_less_than_a_block(name: str, nbytes: int, layout: BlockLayout) -> None:
+    if nbytes < layout.nbytes:
+        raise CapacityTooSmall(
+            f"{name}: {nbytes} is less than one block, which takes {layout.nbytes} bytes in this "
+            "model; raise it, or leave that tier out"
+        )

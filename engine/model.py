@@ -1,0 +1,107 @@
+"""A dense Llama decoder over rows of many sequences at once. Tokens in, logits out.
+
+Where K and V go, and what each row attends to, is the attention backend's business; which rows run
+together is the scheduler's. Knows no cache and no request.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvtier.engine.batch import Batch, Span
+from kvtier.engine.model_config import ModelConfig
+from kvtier.engine.rope import inverse_frequencies, rotate_, rotations
+from kvtier.engine.weights import Layer, Linear, Weights
+
+
+class Attention(Protocol):
+    """Stores a launch's K and V and lets its rows attend. One launch at a time, layers in order."""
+
+    def preload(self, span: Span) -> None:
+        """The positions before `span.start` stand in the pool: get them ready, if that helps.
+
+        May be called before any launch of the sequence, with more of it each time.
+        """
+        ...
+
+    def begin(self, batch: Batch) -> None:
+        """Get ready for one launch: whatever is the same in every layer."""
+        ...
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Causal attention of each row over its own sequence.
+
+        query `[rows, heads, head_dim]`, key and value `[rows, kv_heads, head_dim]`, rotated.
+        Returns query's shape.
+        """
+        ...
+
+    def finish(self) -> None:
+        """After the last layer: every row's K and V stand in the pool."""
+        ...
+
+    def forget(self, sequence: int) -> None:
+        """This sequence has ended or lost its blocks: drop whatever is kept for it."""
+        ...
+
+
+class LlamaModel:
+    """The forward pass. Immutable once built; `frequencies` follow the weights' device."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config = config
+        self._weights = weights
+        frequencies = inverse_frequencies(config.rope, config.head_dim)
+        self._frequencies = frequencies.to(weights.embedding.device)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, attention: Attention) -> Tensor:
+        """Compute every row's K and V, and logits float32 `[len(batch.wanted), vocab]`."""
+        weights, eps = self._weights, self.config.norm_eps
+        attention.begin(batch)
+        hidden = weights.embedding[batch.tokens]
+        cos, sin = rotations(self._frequencies, batch.positions, hidden.dtype)
+        for number, layer in enumerate(weights.layers):
+            normed = F.rms_norm(hidden, hidden.shape[-1:], layer.attention_norm, eps)
+            mixed = self._attend(number, layer, normed, cos, sin, attention)
+            if number == len(weights.layers) - 1:
+                # Only K and V of the last layer serve other rows: the rest is for the logits.
+                hidden, mixed = hidden[batch.wanted], mixed[batch.wanted]
+            hidden = _project_onto(hidden, mixed, layer.output)
+            hidden = _feed_forward(hidden, layer, eps)
+        attention.finish()
+        hidden = F.rms_norm(hidden, hidden.shape[-1:], weights.norm, eps)
+        return F.linear(hidden, weights.head).float()
+
+    def _attend(
+        self,
+        number: int,
+        layer: Layer,
+        normed: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attention: Attention,
+    ) -> Tensor:
+        heads, kv_heads = self.config.heads, self.config.kv_heads
+        states = F.linear(normed, layer.qkv.weight, layer.qkv.bias)
+        states = states.view(-1, heads + 2 * kv_heads, self.config.head_dim)
+        query, key = states[:, :heads], states[:, heads : heads + kv_heads]
+        value = states[:, heads + kv_heads :]
+        rotate_(states[:, : heads + kv_heads], cos, sin)
+        return attention.attend(number, query, key, value).flatten(1)
+
+
+def _feed_forward(hidden: Tensor, layer: Layer, eps: float) -> Tensor:
+    """`hidden + down(silu(gate(x)) * up(x))` of the normed rows."""
+    normed = F.rms_norm(hidden, hidden.shape[-1:], layer.mlp_norm, eps)
+    gate, up = F.linear(normed, layer.gate_up.weight, layer.gate_up.bias).chunk(2, dim=-1)
+    return _project_onto(hidden, F.silu(gate).mul_(up), layer.down)
+
+
+def _project_onto(hidden: Tensor, rows: Tensor, linear: Linear) -> Tensor:
+    """`hidden + rows W^T + b`, the sum folded into the GEMM."""
+    if linear.bias is not None:
+        hidden = hidden + linear.bias
+    return torch.addmm(hidden, rows, linear.weight.t())
