@@ -42,6 +42,9 @@ from kvtier.tiers.sink import Sink
 # A waiter looks again at least this often, in case a signal's owner died.
 LOOK_AGAIN_S = 0.5
 
+# The end of compute is signalled to nobody: while slots wait for it, look this often.
+LOOK_FOR_COMPUTE_S = 0.002
+
 # Blocks are copied down ahead of eviction when the pool below is at least this many times larger.
 EAGER_RATIO = 2
 
@@ -99,7 +102,7 @@ class TieredCache:
             ids = reachable(self._ledger, namespace, tokens)
             fastest = np.full(len(ids), self._ledger.store_col)
             for col in reversed(range(len(self._ledger.pools))):
-                fastest[self._ledger.holds(col, ids)] = col
+                fastest[self._ledger.stands(col, ids)] = col
             counts = Counter(self._ledger.tier(int(col)) for col in fastest)
         by_tier = {tier: n * self.block_size for tier, n in counts.items()}
         return Match(len(ids) * self.block_size, by_tier)
@@ -158,20 +161,25 @@ class TieredCache:
         """Append `n` private slots to the lease's block table, evicting as needed.
 
         Waits for blocks to go down until `deadline` (None: not at all). Raises `TierFull` with
-        nothing changed.
+        nothing changed, `ValueError` if the lease was released meanwhile.
         """
-        slots = self._take_all(n, deadline, f"lease {lease.id}")
+        slots = self._take_all(n, deadline, f"lease {lease.id}", lease.id)
         with self._lock:
-            self._ledger.book.mark(slots, SlotUse.PRIVATE, lease.id)
+            if lease.released:
+                self._ledger.free(0, slots)
+                raise ValueError(f"extend: {lease!r} takes no slots")
             lease.private = np.concatenate([lease.private, slots])
 
     def commit(self, lease: Lease, tokens: Tokens) -> int:
         """Share the whole blocks of `tokens`, all of whose KV stands in the lease's blocks.
 
         A block that someone else has committed meanwhile is adopted: the lease's own slot for it is
-        freed, and `block_table` names the other. Returns how many blocks became shared.
+        freed, and `block_table` names the other. Returns how many blocks became shared. Raises
+        `ValueError`, nothing changed, while the lease is loading, for tokens other than its own,
+        and for more of them than fit.
         """
         with self._lock:
+            _require_whole(lease, "commit")
             shared = lease.shared
             whole = len(tokens) // self.block_size
             if whole <= len(shared):
@@ -180,6 +188,7 @@ class TieredCache:
                 raise ValueError(f"commit: {len(tokens)} tokens do not fit in {lease!r}")
             ids = self._index.insert(lease.namespace, tokens[: whole * self.block_size])
             if not np.array_equal(ids[: len(shared)], shared):
+                self._index.forget(ids)
                 raise ValueError(f"commit: tokens differ from those {lease!r} was acquired for")
             new = ids[len(shared) :]
             usable = self._settle_new(new, lease.private[: len(new)])
@@ -195,10 +204,13 @@ class TieredCache:
     def fork(self, lease: Lease) -> Lease:
         """A second lease on the same blocks; private ones (the partial tail) are copied.
 
-        Await `ticket` before using the copy. Raises `TierFull` with nothing changed.
+        Await `ticket` before using the copy; the guard refuses it until then, and for good if the
+        ticket `failed`. Raises `TierFull` with nothing changed, `ValueError` while the lease itself
+        is loading.
         """
-        slots = self._take_all(len(lease.private), None, f"a fork of lease {lease.id}")
         with self._lock:
+            _require_whole(lease, "fork")
+            slots = self._take_all(len(lease.private), None, f"a fork of lease {lease.id}")
             shared = lease.shared
             load = Load(self._ledger, lease.namespace, np.empty(0, np.int32), 0)
             twin = Lease(self, self._next_lease, lease.namespace, load)
@@ -207,9 +219,9 @@ class TieredCache:
             self._index.pin(0, shared)
             twin.committed = shared
             twin.private = slots
-            self._ledger.book.mark(slots, SlotUse.PRIVATE, twin.id)
             if len(slots):
-                twin.ticket = CopyTicket(self, self._ledger.copy_top(lease.private, slots))
+                tail = self._ledger.copy_tail(lease.private, slots, twin.id)
+                twin.ticket = CopyTicket(self, tail)
             return twin
 
     def release(self, lease: Lease) -> None:
@@ -235,10 +247,7 @@ class TieredCache:
 
         They end in `adopt` or `give_back`.
         """
-        slots = self._take_all(n, None, "a reservation")
-        with self._lock:
-            self._ledger.book.mark(slots, SlotUse.PRIVATE)
-        return slots
+        return self._take_all(n, None, "a reservation")
 
     def adopt(
         self,
@@ -304,9 +313,9 @@ class TieredCache:
         return before - self._resident(col)
 
     def has_room(self, n: int) -> bool:
-        """Whether `n` slots of the top pool are free or can be evicted."""
+        """Whether `n` slots of the top pool are free, coming free, or can be evicted."""
         with self._lock:
-            free = self._ledger.pools[0].num_free
+            free = self._ledger.pools[0].num_free + self._ledger.vacating(0)
             return free >= n or free + self._index.evictable(0) >= n
 
     # ---- driving ---------------------------------------------------------------------------------
@@ -423,8 +432,8 @@ class TieredCache:
         if len(ids):
             self._ledger.pools[0].describe(slots, self._index.keys(ids), checksums)
 
-    def _take_all(self, n: int, deadline: float | None, who: str) -> Slots:
-        """`n` slots of the top pool, or `TierFull` and none."""
+    def _take_all(self, n: int, deadline: float | None, who: str, owner: int = -1) -> Slots:
+        """`n` slots of the top pool, PRIVATE to `owner`, or `TierFull` and none."""
         pool = self._ledger.pools[0]
         while True:
             ticks = self.signal.ticks
@@ -433,7 +442,9 @@ class TieredCache:
                 if pool.num_free < n:
                     self._ledger.evict(0, n - pool.num_free)
                 if pool.num_free >= n:
-                    return pool.alloc(n)
+                    slots = pool.alloc(n)
+                    self._ledger.book.mark(slots, SlotUse.PRIVATE, owner)
+                    return slots
                 hopeless = self._ledger.is_quiet(0)
             if deadline is None or hopeless or not self._wait(ticks, deadline):
                 raise TierFull(
@@ -443,10 +454,13 @@ class TieredCache:
 
     def _wait(self, ticks: int, deadline: float | None) -> bool:
         """Sleep until something happens; False once `deadline` has passed."""
-        left = LOOK_AGAIN_S if deadline is None else deadline - self.clock()
+        with self._lock:
+            vacating = any(self._ledger.vacating(col) for col in range(len(self._ledger.pools)))
+        longest = LOOK_FOR_COMPUTE_S if vacating else LOOK_AGAIN_S
+        left = longest if deadline is None else deadline - self.clock()
         if left <= 0:
             return False
-        self.signal.wait(ticks, min(left, LOOK_AGAIN_S))
+        self.signal.wait(ticks, min(left, longest))
         return True
 
     def _resident(self, col: int) -> int:
@@ -463,10 +477,20 @@ class TieredCache:
             resident=resident,
             filling=index.count(col, Residency.FILLING),
             leaving=index.count(col, Residency.LEAVING),
-            private=self._ledger.book.count(SlotUse.PRIVATE) if col == 0 else 0,
+            private=self._ledger.num_private if col == 0 else 0,
             limbo=self._ledger.limbo(col),
             pinned=resident - index.evictable(col),
         )
+
+
+def _require_whole(lease: Lease, verb: str) -> None:
+    """Raise `ValueError` unless every block in the lease's table is what it should be, for good."""
+    if lease.released or not lease.ticket.is_done:
+        raise ValueError(
+            f"{verb}: {lease!r} is not ready; await or settle its ticket, release last"
+        )
+    if lease.ticket.failed:
+        raise ValueError(f"{verb}: the copied tail of {lease!r} is lost; release it")
 
 
 def _is_eager(pools: Sequence[Pool], store: Store | None) -> bool:

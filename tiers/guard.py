@@ -11,9 +11,11 @@ from enum import IntEnum
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.index.words import Slots
 from kvtier.tiers.contracts import Pool
+from kvtier.tiers.device import COMPUTE
 from kvtier.tiers.errors import LaunchRefused
 from kvtier.tiers.mover import Mover
 
@@ -23,6 +25,7 @@ class SlotUse(IntEnum):
     FILLING = 1  # a copy writes it
     PRIVATE = 2  # compute writes it, under one lease
     RESIDENT = 3
+    COPYING = 4  # a copy writes it, for one lease (the tail of a fork)
 
 
 class SlotBook:
@@ -39,6 +42,11 @@ class SlotBook:
     def count(self, use: SlotUse) -> int:
         return int(np.count_nonzero(self._use == use))
 
+    def is_used(self, slots: Slots, use: SlotUse, owner: int) -> npt.NDArray[np.bool_]:
+        """Which of `slots` `owner` has in this use."""
+        used: npt.NDArray[np.bool_] = (self._use[slots] == use) & (self._owner[slots] == owner)
+        return used
+
     def refused(self, slots: Slots, owner: int) -> Slots:
         """Those of `slots` that a launch by `owner` may not name."""
         outside = (slots < 0) | (slots >= len(self._use))
@@ -54,7 +62,8 @@ class SlotBook:
         if not 0 <= slot < len(self._use):
             return f"slot {slot} is outside the pool of {len(self._use)}"
         use = SlotUse(int(self._use[slot]))
-        owner = f" by lease {int(self._owner[slot])}" if use is SlotUse.PRIVATE else ""
+        owned = use in (SlotUse.PRIVATE, SlotUse.COPYING)
+        owner = f" by lease {int(self._owner[slot])}" if owned else ""
         return f"slot {slot} is {use.name}{owner}"
 
 
@@ -66,7 +75,10 @@ class Launches(Protocol):
 
 
 class LaunchGuard:
-    """Checks block tables against the slot book; call `check` before, `launched` after a launch."""
+    """Checks block tables against the slot book.
+
+    Call `check` before a launch, `launched` after it and before its blocks are committed.
+    """
 
     def __init__(
         self, book: SlotBook, pool: Pool, mover: Mover | None, lock: AbstractContextManager[object]
@@ -87,7 +99,14 @@ class LaunchGuard:
                     )
 
     def launched(self, tables: Sequence[tuple[Launches, Slots]]) -> None:
-        """Remember that queued compute reads these slots, so that none is reused before it ran."""
-        if self._mover is not None:
-            for _, slots in tables:
-                self._mover.reading(self._pool, slots)
+        """Remember that queued compute reads these slots, and writes those private to its lease.
+
+        None is reused before it ran, and no copy reads what it writes before that.
+        """
+        if self._mover is None or self._mover.device.record(COMPUTE).done or not tables:
+            return  # compute is over: on a CPU it always is
+        with self._lock:
+            private = [self._book.is_used(s, SlotUse.PRIVATE, lease.id) for lease, s in tables]
+        slots, written = np.concatenate([s for _, s in tables]), np.concatenate(private)
+        self._mover.computed(self._pool, slots[written])
+        self._mover.reading(self._pool, slots[~written])

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from kvtier.index.words import BlockIds, Slots, TierId
-from kvtier.tiers.contracts import Flight
+from kvtier.tiers.ledger import TailCopy
 from kvtier.tiers.load import Load
 from kvtier.tiers.sink import Sink
 
@@ -55,6 +55,11 @@ class Ticket:
         """Drive the cache until done or until `deadline` (the cache's clock; None: no limit)."""
         return self._driver.wait_until_done(self, deadline)
 
+    @property
+    def failed(self) -> bool:
+        """True if it ended without what it was for. Never for a load: what is missing is a miss."""
+        return False
+
     def settle(self) -> None:
         """Stop waiting: keep the contiguous part that has arrived."""
         if self._load is not None:
@@ -93,16 +98,27 @@ class Ticket:
         return {tier: n * size for tier, n in Counter(self.sources).items()}
 
 
-class CopyTicket(Ticket):
-    """A ticket for one flight (the copied tail of a fork)."""
+class LeaseTicket(Ticket):
+    """A ticket for the blocks of a lease, which keeps them pinned until it is released."""
 
-    def __init__(self, driver: Driver, flight: Flight) -> None:
+    def close(self) -> None:
+        self.settle()
+
+
+class CopyTicket(Ticket):
+    """A ticket for the copied tail of a fork. If it `failed`, release the fork."""
+
+    def __init__(self, driver: Driver, tail: TailCopy) -> None:
         super().__init__(driver, None)
-        self._flight = flight
+        self._tail = tail
 
     @property
     def is_done(self) -> bool:
-        return self._flight.done
+        return self._tail.settled
+
+    @property
+    def failed(self) -> bool:
+        return self._tail.failed
 
 
 class FlushTicket(Ticket):
@@ -142,7 +158,7 @@ class Lease:
         self.id = number
         self.namespace = namespace
         self.load = load
-        self.ticket: Ticket = Ticket(driver, load)
+        self.ticket: Ticket = LeaseTicket(driver, load)
         self.committed: BlockIds = np.empty(0, np.int32)
         self.private: Slots = np.empty(0, np.int32)
         self.released = False

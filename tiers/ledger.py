@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvtier.index.radix import RadixIndex
 from kvtier.index.words import BlockIds, BlockKey, Residency, Slots, TierId
-from kvtier.tiers.contracts import Fetch, Flight, Pool, Put, Store
+from kvtier.tiers.contracts import LANDED, Answer, Fetch, Flight, Pool, Put, Store
 from kvtier.tiers.guard import SlotBook, SlotUse
 from kvtier.tiers.mover import Mover
 
@@ -45,6 +45,38 @@ class Move:
     arrived: Callable[[int, TierId | None], None] | None = None
 
 
+@dataclass
+class TailCopy:
+    """Private slots `src` of the top pool being copied to `dst`, for lease `owner`.
+
+    `settled`: the outcome has been applied; until then neither side's slots are given back.
+    """
+
+    flight: Flight
+    src: Slots
+    dst: Slots
+    owner: int
+    settled: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """True if it ended and not everything arrived."""
+        return self.settled and bool((self.flight.status != LANDED).any())
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """The store refused `refused` (from level `col`) though hints promise what is `above` them.
+
+    It may have lost some of that meanwhile: it has been asked. All are pinned in `col`.
+    """
+
+    answer: Answer
+    above: BlockIds
+    refused: BlockIds
+    col: int
+
+
 class Ledger:
     """Residency of every block in every level, and the moves that change it."""
 
@@ -66,6 +98,8 @@ class Ledger:
         self.dropped = 0
         self._eager = eager
         self._moves: list[Move] = []
+        self._tails: list[TailCopy] = []
+        self._doubts: list[Doubt] = []
         self._draining: list[tuple[int, BlockIds]] = []
         self._limbo: list[tuple[int, Slots]] = []
         self._writing: set[int] = set()
@@ -87,6 +121,11 @@ class Ledger:
             return np.zeros(len(ids), np.bool_)
         resident: Mask = self.index.state(col, ids) == Residency.RESIDENT
         return resident
+
+    def stands(self, col: int, ids: BlockIds) -> Mask:
+        """Which blocks are whole in `col`: RESIDENT, or LEAVING, which `keep` undoes."""
+        leaving: Mask = self.index.state(col, ids) == Residency.LEAVING
+        return self.holds(col, ids) | leaving
 
     def lacks(self, col: int, ids: BlockIds) -> Mask:
         """Which blocks are ABSENT in `col`."""
@@ -148,7 +187,7 @@ class Ledger:
     # ---- down ------------------------------------------------------------------------------------
 
     def lower_blocks(self, ids: BlockIds, col: int) -> int:
-        """Start copying blocks from pool `col` one level down; how many could be started.
+        """Start copying blocks from pool `col` one level down; how many leading ones are under way.
 
         `ids` are one branch, root first, RESIDENT in `col` and absent below. They are pinned in
         `col` until each one's outcome is known. Fewer than all start when there is no room below.
@@ -158,7 +197,11 @@ class Ledger:
             self._put(ids, col)
             return len(ids)
         slots = self.take(below, len(ids))
-        started = ids[: len(slots)]
+        # Making room may have sent some of them down already, as ancestors of what had to go.
+        started = ids[self.lacks(below, ids)][: len(slots)]
+        if len(started) < len(slots):
+            self.free(below, slots[len(started) :])
+            slots = slots[: len(started)]
         if len(started):
             self.index.begin_fill(below, started, slots)
             self.index.pin(col, started)
@@ -166,7 +209,8 @@ class Ledger:
                 self.pools[col], self.index.slots(col, started), self.pools[below], slots
             )
             self._moves.append(Move(flight, started, col, below, slots))
-        return len(started)
+        lacking = self.lacks(below, ids)
+        return int(np.argmax(lacking)) if lacking.any() else len(ids)
 
     def _put(self, ids: BlockIds, col: int) -> None:
         self.index.pin(col, ids)
@@ -192,9 +236,13 @@ class Ledger:
             self.index.tokens_of(above),
         )
 
-    def copy_top(self, src: Slots, dst: Slots) -> Flight:
-        """Copy slots of the top pool to others of it (the partial tail of a fork)."""
-        return self._mover().promote(self.pools[0], src, self.pools[0], dst)
+    def copy_tail(self, src: Slots, dst: Slots, owner: int) -> TailCopy:
+        """Copy slots of the top pool to others of it, PRIVATE to `owner` once all have arrived."""
+        flight = self._mover().promote(self.pools[0], src, self.pools[0], dst)
+        tail = TailCopy(flight, src, dst, owner)
+        self.book.mark(dst, SlotUse.COPYING, owner)
+        self._tails.append(tail)
+        return tail
 
     # ---- outcomes --------------------------------------------------------------------------------
 
@@ -209,6 +257,12 @@ class Ledger:
                 self._failed(move, failed)
             if move.flight.unread:
                 self._moves.append(move)
+        doubts, self._doubts = self._doubts, []
+        for doubt in doubts:
+            self._settle_doubt(doubt)
+        for tail in self._tails:
+            self._settle_tail(tail)
+        self._tails = [tail for tail in self._tails if not tail.settled]
         draining, self._draining = self._draining, []
         for col, ids in draining:
             self._leave(col, ids[self.index.state(col, ids) == Residency.LEAVING])
@@ -216,6 +270,26 @@ class Ledger:
         for col, slots in limbo:
             self.free(col, slots)
         self._copy_down_fresh()
+
+    def _settle_doubt(self, doubt: Doubt) -> None:
+        held = doubt.answer.value
+        if held is None or self.is_being_written(doubt.refused).any():
+            self._doubts.append(doubt)
+            return
+        if held < len(doubt.above):
+            # Now they are missing ancestors, which the next eviction sends down as well.
+            self.index.clear_hint(self.store_col, doubt.above[held : held + 1])
+            self._refused.difference_update((doubt.col, int(block)) for block in doubt.refused)
+        self.index.unpin(doubt.col, doubt.above)
+        self.index.unpin(doubt.col, doubt.refused)
+
+    def _settle_tail(self, tail: TailCopy) -> None:
+        if not tail.flight.done:
+            return
+        tail.settled = True
+        if not tail.failed:
+            theirs = self.book.is_used(tail.dst, SlotUse.COPYING, tail.owner)
+            self.book.mark(tail.dst[theirs], SlotUse.PRIVATE, tail.owner)
 
     def _landed(self, move: Move, positions: npt.NDArray[np.intp]) -> None:
         ids = move.ids[positions]
@@ -244,6 +318,8 @@ class Ledger:
         if move.dst > move.src:
             # The level below does not take it: the next eviction drops it rather than try again.
             self._refused.update((move.src, int(block)) for block in ids)
+            if move.slots is None:
+                self._doubt(move.ids[positions[0] :], move.src)
         if move.slots is not None:
             self.free(move.dst, self.index.abort_fill(move.dst, ids))
         if move.src < len(self.pools):
@@ -251,6 +327,16 @@ class Ledger:
         else:
             # Gone or corrupt: what the hints promised below this block is gone as well.
             self.index.clear_hint(move.src, ids)
+
+    def _doubt(self, refused: BlockIds, col: int) -> None:
+        above = self.index.path(int(refused[0]))[:-1]
+        if not self.holds(self.store_col, above[-1:]).any():
+            return
+        self.index.pin(col, above)
+        self.index.pin(col, refused)
+        namespace, keys = self.index.namespace_of(int(above[0])), self.index.keys(above)
+        answer = self._store().lookup(namespace, keys, self.index.tokens_of(above))
+        self._doubts.append(Doubt(answer, above, refused, col))
 
     def _copy_down_fresh(self) -> None:
         """Copy new blocks one level down soon after they were made, so that eviction is free."""
@@ -285,13 +371,19 @@ class Ledger:
         """Give slots back once no recorded reader or writer is left on them."""
         if col == 0:
             self.book.mark(slots, SlotUse.FREE)
-        if self.mover is not None and not self.mover.idle(self.pools[col], slots):
+        if not self._is_idle(col, slots):
             self._limbo.append((col, slots))
         else:
             self.pools[col].free(slots)
 
     def evict(self, col: int, n: int) -> None:
-        """Free `n` slots of pool `col` as far as possible, least recently used leaves first."""
+        """Free `n` slots of pool `col` as far as possible, least recently used leaves first.
+
+        Those that come free without further ado count.
+        """
+        n -= self.vacating(col)
+        if n <= 0:
+            return
         group = min(EVICTION_GROUP, max(1, self.pools[col].num_slots // 8))
         victims = self.index.victims(col, max(n, group))
         if col + 1 >= self.levels:
@@ -303,16 +395,24 @@ class Ledger:
         if short > 0:
             dirty = victims[~clean & self.lacks(col + 1, victims)]
             for run in self._branches(dirty[: max(short, group)]):
-                self._send_down(col, run)
+                # Those before it may have taken some of it along.
+                rest = run[self.lacks(col + 1, run) & ~self.is_being_written(run)]
+                if len(rest):
+                    self._send_down(col, rest)
 
     def going_down(self, col: int) -> int:
         """Blocks on their way from `col` to the level below: slots that will be clean soon."""
         return sum(m.flight.unread for m in self._moves if m.src == col and m.dst > col)
 
+    def vacating(self, col: int) -> int:
+        """Slots of `col` that come free as soon as nothing reads them any more."""
+        return self.limbo(col) + self.index.count(col, Residency.LEAVING)
+
     def is_quiet(self, col: int) -> bool:
         """Nothing moves in pool `col` or below: room there will come only if someone lets go."""
         return not (
             any(move.src >= col or move.dst >= col for move in self._moves)
+            or any(doubt.col >= col for doubt in self._doubts)
             or any(where >= col for where, _ in self._limbo)
             or any(where >= col for where, _ in self._draining)
         )
@@ -324,14 +424,23 @@ class Ledger:
         staying = ids[self.holds(col, ids)]
         if len(staying):
             self.index.begin_leave(col, staying)
-        if self.mover is not None and not self.mover.idle(
-            self.pools[col], self.index.slots(col, ids)
-        ):
+        if not self._is_idle(col, self.index.slots(col, ids)):
             self._draining.append((col, ids))
             return
-        self.dropped += int(np.count_nonzero(~self.holds(col + 1, ids)))
+        kept = np.zeros(len(ids), np.bool_)
+        for below in range(col + 1, self.levels):
+            kept |= self.holds(below, ids)
+        self.dropped += int(np.count_nonzero(~kept))
         self._refused.difference_update((col, int(block)) for block in ids)
         self.free(col, self.index.finish_leave(col, ids))
+
+    def _is_idle(self, col: int, slots: Slots) -> bool:
+        """Whether no copy and no compute has business with these slots."""
+        # Compute that writes on in a tail hides from the mover who still copies it.
+        for tail in self._tails if col == 0 else ():
+            if np.isin(slots, tail.src).any() or np.isin(slots, tail.dst).any():
+                return False
+        return self.mover is None or self.mover.idle(self.pools[col], slots)
 
     def _is_refused(self, col: int, ids: BlockIds) -> Mask:
         if not self._refused:
@@ -353,17 +462,44 @@ class Ledger:
         """Copy a branch down; drop it where the level below can't take it and won't soon."""
         if col + 1 < self.store_col:
             if self.lower_blocks(run, col) == 0:
+                run = run[self.lacks(col + 1, run)]
                 spare = self.holds(self.store_col, run)
-                self._leave(col, run if not self.going_down(col + 1) else run[spare])
+                moving = self.going_down(col) or self.going_down(col + 1)
+                coming = moving or self.vacating(col + 1)
+                self._leave(col, run[spare] if coming else run)
             return
         missing = self._missing_ancestors(run)
         if self.is_being_written(missing).any():
             return  # its ancestors are on their way; the next eviction finds them published
-        if self.holds(col, missing).all():
+        self.keep(col, missing)
+        away = missing[~self.holds(col, missing)]
+        if not len(away):
             # The store keeps a block only after its parents, so they travel in the same flight.
             self.lower_blocks(np.concatenate([missing, run]), col)
+        elif self._are_above(col, away):
+            self._bring_down(col, away, run)
         else:
             self._leave(col, run)
+
+    def _are_above(self, col: int, ids: BlockIds) -> bool:
+        """Whether blocks that `col` lacks are in the next faster pool, or on their way from it."""
+        if col == 0:
+            return False
+        there = self.holds(col - 1, ids) & ~self._is_refused(col - 1, ids)
+        return bool((there | ~self.lacks(col, ids)).all())
+
+    def _bring_down(self, col: int, ancestors: BlockIds, run: BlockIds) -> None:
+        """Copy a run's hot ancestors into `col`, from where the next eviction sends all on.
+
+        Where nothing is free the end of the run makes room: without them all of it would be lost.
+        """
+        ancestors = ancestors[self.lacks(col, ancestors)]
+        pool = self.pools[col]
+        if len(ancestors) > pool.num_free:
+            self._leave(col, run[pool.num_free - len(ancestors) :])
+        ancestors = ancestors[: pool.num_free]
+        if len(ancestors):
+            self.lower_blocks(ancestors, col - 1)
 
     def _missing_ancestors(self, run: BlockIds) -> BlockIds:
         """Ancestors of `run` that the store lacks, root first."""
@@ -384,9 +520,16 @@ class Ledger:
 
     @property
     def in_flight(self) -> int:
-        """Blocks whose move has not been settled, and new blocks waiting to be copied down."""
+        """Blocks whose outcome has not been settled, and new blocks waiting to be copied down."""
         moving = sum(move.flight.unread for move in self._moves)
+        moving += sum(len(tail.dst) for tail in self._tails)
+        moving += sum(len(doubt.refused) for doubt in self._doubts)
         return moving + sum(len(ids) for ids in self._fresh)
+
+    @property
+    def num_private(self) -> int:
+        """Slots of the top pool that belong to one lease or reservation."""
+        return self.book.count(SlotUse.PRIVATE) + self.book.count(SlotUse.COPYING)
 
     def limbo(self, col: int) -> int:
         """Slots of `col` that belong to nobody but are still read."""

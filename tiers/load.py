@@ -187,6 +187,8 @@ class Load:
         block = self.ids[self.arrived : self.arrived + 1]
         if not self._lacking(self._col, block)[0]:
             return False
+        if not self._cols:
+            return True  # it has gone since, and who only asks brings nothing back
         if self._next[self._col] > self.arrived:
             return True  # its copy failed
         for col in self._cols:

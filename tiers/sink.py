@@ -26,8 +26,7 @@ class Sink:
         self.stored = 0
         self._ids: BlockIds = ledger.index.match(namespace, self._tokens)
         self._pools = range(len(ledger.pools))
-        for col in self._pools:
-            ledger.index.pin(col, self._ids)
+        self._pin(self._ids)
         self._next = 0
         self._unpinned = 0
         self._put_up_to = 0
@@ -70,6 +69,11 @@ class Sink:
             self._ended = True
             self._let_go(len(self._ids))
 
+    def _pin(self, new: BlockIds) -> None:
+        for col in self._pools:
+            self._ledger.keep(col, new)
+            self._ledger.index.pin(col, new)
+
     def _let_go(self, end: int) -> None:
         """Unpin blocks before `end`: a path longer than a pool passes through it piece by piece."""
         for col in self._pools:
@@ -91,8 +95,7 @@ class Sink:
         if held > len(self._ids):
             size = index.block_size
             new = index.insert(self._namespace, self._tokens[: held * size])[len(self._ids) :]
-            for pool in self._pools:
-                index.pin(pool, new)
+            self._pin(new)
             self._ids = np.concatenate([self._ids, new])
         index.set_hint(col, self._ids[:held][~self._ledger.holds(col, self._ids[:held])])
         stale = self._ids[held:]

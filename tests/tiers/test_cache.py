@@ -131,10 +131,12 @@ def test_the_second_request_for_a_block_adopts_the_firsts(rig: Rig) -> None:
 def test_commit_refuses_tokens_other_than_the_leases(rig: Rig) -> None:
     lease, _ = rig.serve(doc(1, 2))
     rig.cache.extend(lease, 1)
+    known = rig.cache.statistics().blocks
     with pytest.raises(ValueError, match="differ"):
         rig.cache.commit(lease, doc(2, 3))
     with pytest.raises(ValueError, match="do not fit"):
         rig.cache.commit(lease, doc(1, 5))
+    assert rig.cache.statistics().blocks == known
     rig.cache.release(lease)
 
 

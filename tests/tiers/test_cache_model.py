@@ -7,6 +7,7 @@ bytes of its key; every slot is accounted for; and in the end everything comes t
 
 from collections.abc import Callable
 
+import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -42,13 +43,23 @@ shapes = st.sampled_from(
         (14, TierId.NVME, None),
         (8, TierId.NVME, 9),
         (7, TierId.NVME, None),
+        (6, TierId.NVME, None),
         (5, TierId.NVME, 20),
         (12, None, None),
         (None, TierId.SIDECAR, 16),
         (None, None, None),
     ]
 )
-documents = st.builds(doc, st.integers(1, 3), st.integers(0, 6))
+documents = st.one_of(
+    st.builds(doc, st.integers(1, 3), st.integers(0, 6)),
+    st.builds(
+        lambda stem, root, branch, rest: np.concatenate([doc(stem, root), doc(branch, rest)]),
+        st.integers(1, 2),
+        st.integers(1, 3),
+        st.integers(1, 4),
+        st.integers(1, 4),
+    ),
+)
 namespaces = st.sampled_from([NAMESPACE, OTHER_NAMESPACE])
 
 

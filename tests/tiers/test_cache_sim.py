@@ -1,15 +1,19 @@
 """Named cases on the simulated device: failures, deadlines and sharing, in an order we choose."""
 
 from collections.abc import Callable
+from typing import Self
 
+import numpy as np
 import pytest
 
-from kvtier.index.words import TierId
+from kvtier.index.words import TierId, Tokens
 from kvtier.tiers.cache import TieredCache
-from kvtier.tiers.errors import LaunchRefused
+from kvtier.tiers.errors import LaunchRefused, TierFull
+from kvtier.tiers.lease import Lease
 from kvtier.tiers.mover import Mover
 from kvtier.tiers.pool import ArrayPool
-from kvtier.tiers.simulated import SimDevice, SimStore
+from kvtier.tiers.simulated import SimDevice, SimStore, places
+from tests.prf import block_bytes
 from tests.tiers.cache_rig import BLOCK_BYTES, BLOCK_SIZE, NAMESPACE, Rig, doc, keys_of
 
 
@@ -22,17 +26,26 @@ class SimRig(Rig):
     broken: Callable[[str], bool]
 
     @classmethod
-    def make(cls, hbm: int = 8, dram: int = 24, capacity: int | None = None) -> "SimRig":
-        device = SimDevice(7)
-        pools = [
-            ArrayPool(TierId.HBM, hbm, BLOCK_BYTES, debug=True),
-            ArrayPool(TierId.DRAM, dram, BLOCK_BYTES, debug=True),
-        ]
-        store = SimStore(TierId.NVME, device, capacity=capacity)
+    def make(
+        cls,
+        hbm: int = 8,
+        dram: int | None = 24,
+        capacity: int | None = None,
+        *,
+        store: bool = True,
+        async_compute: bool = False,
+    ) -> Self:
+        device = SimDevice(7, async_compute=async_compute)
+        pools = [ArrayPool(TierId.HBM, hbm, BLOCK_BYTES, debug=True)]
+        if dram is not None:
+            pools.append(ArrayPool(TierId.DRAM, dram, BLOCK_BYTES, debug=True))
+        stores = [SimStore(TierId.NVME, device, capacity=capacity)] if store else []
         mover = Mover(device)
-        cache = TieredCache(BLOCK_SIZE, pools, [store], mover, device.signal, clock=device.clock)
-        rig = cls(cache, pools, [store])
-        rig.device, rig.store, rig.mover = device, store, mover
+        cache = TieredCache(BLOCK_SIZE, pools, stores, mover, device.signal, clock=device.clock)
+        rig = cls(cache, pools, stores)
+        rig.device, rig.mover = device, mover
+        if stores:
+            rig.store = stores[0]
         rig.broken = lambda name: False
         device.faults = lambda name: rig.broken(name)
         return rig
@@ -179,3 +192,272 @@ def test_the_guard_refuses_a_slot_that_a_copy_is_filling(rig: SimRig) -> None:
     assert lease.ticket.wait(rig.cache.clock() + 100)
     rig.cache.guard.check([(lease, filling)])
     rig.cache.release(lease)
+
+
+class GpuRig(SimRig):
+    """As `SimRig`, but compute is a stream of its own that runs when the test says so."""
+
+    def launch(self, lease: Lease, tokens: Tokens) -> None:
+        """Queue what `Rig.compute` does, without the commit."""
+        keys, first = keys_of(tokens), len(lease.shared)
+        self.cache.extend(lease, max(0, len(keys) - first - len(lease.private)))
+        table = lease.block_table
+
+        def fill() -> None:
+            for position in range(first, len(keys)):
+                view = self.pools[0].view(int(table[position]))
+                view[:] = block_bytes(keys[position], BLOCK_BYTES)
+
+        self.cache.guard.check([(lease, table)])
+        read, written = places(self.pools[0], table[:first]), places(self.pools[0], table[first:])
+        self.device.launch("fill", fill, reads=read, writes=written)
+        self.cache.guard.launched([(lease, table)])
+        self.committed.update(keys)
+
+    def use(self, tokens: Tokens) -> None:
+        """A request that has been answered, as far as the host knows."""
+        lease = self.cache.acquire(NAMESPACE, tokens)
+        assert lease.ticket.wait(self.cache.clock() + 100)
+        self.launch(lease, tokens)
+        self.cache.commit(lease, tokens)
+        self.cache.release(lease)
+
+    def come_to_rest(self) -> None:
+        self.device.run_all()
+        self.settle()
+        self.device.run_all()
+        self.cache.poll()
+        self.cache.check()
+        assert all(pool.leaving + pool.limbo == 0 for pool in self.cache.statistics().pools)
+
+
+def test_blocks_go_down_only_after_the_compute_that_fills_them() -> None:
+    rig = GpuRig.make(async_compute=True)
+    rig.use(doc(1, 5))  # a copy down is queued at once, before the compute has run
+    rig.come_to_rest()
+    assert rig.cache.shed(TierId.HBM, rig.cache.clock() + 100) == 5
+    lease = rig.cache.acquire(NAMESPACE, doc(1, 5))
+    assert lease.ticket.wait(rig.cache.clock() + 100)
+    assert lease.landed_blocks == 5
+    rig.expect_bytes(lease, doc(1, 5))
+
+
+def test_asking_again_for_slots_that_compute_still_reads_evicts_no_more() -> None:
+    rig = GpuRig.make(hbm=6, async_compute=True)
+    for seed in range(1, 7):
+        rig.use(doc(seed, 1))
+    rig.come_to_rest()
+    for seed in range(1, 7):
+        rig.use(doc(seed, 1))
+    lease = rig.cache.acquire(NAMESPACE, doc(7, 2))
+    for _ in range(4):
+        with pytest.raises(TierFull):
+            rig.cache.extend(lease, 2)
+    assert rig.cache.statistics().pools[0].leaving == 2
+    assert rig.cache.has_room(6)
+    before = rig.cache.clock()
+    rig.cache.extend(lease, 2, deadline=before + 10)
+    assert rig.cache.clock() - before < 0.05  # it sees in time that compute is over
+    rig.cache.release(lease)
+    rig.come_to_rest()
+
+
+def test_a_block_that_is_leaving_and_nowhere_else_is_matched_and_kept() -> None:
+    rig = GpuRig.make(hbm=4, dram=None, store=False, async_compute=True)
+    rig.use(doc(1, 4))
+    other = rig.cache.acquire(NAMESPACE, doc(2, 1))
+    with pytest.raises(TierFull):
+        rig.cache.extend(other, 1)  # compute still writes what is to go
+    assert rig.cache.statistics().pools[0].leaving == 1
+    assert rig.cache.match(NAMESPACE, doc(1, 4)).by_tier == {TierId.HBM: 16}
+    lease = rig.cache.acquire(NAMESPACE, doc(1, 4))
+    assert lease.landed_blocks == 4
+    rig.device.run_all()
+    rig.expect_bytes(lease, doc(1, 4))
+    rig.come_to_rest()
+
+
+def test_a_lookup_ends_when_what_it_found_leaves_meanwhile() -> None:
+    rig = GpuRig.make(hbm=4, dram=2, store=False, async_compute=True)
+    rig.use(doc(1, 2))
+    rig.come_to_rest()
+    rig.cache.flush(NAMESPACE, doc(1, 2)).close()
+    rig.cache.shed(TierId.HBM, rig.cache.clock() + 100)
+    held = rig.cache.prefetch(NAMESPACE, doc(1, 2))  # DRAM is full of what stays
+    rig.use(doc(2, 4))
+    other = rig.cache.acquire(NAMESPACE, doc(3, 1))
+    with pytest.raises(TierFull):
+        rig.cache.extend(other, 1)
+    assert rig.cache.statistics().pools[0].leaving > 0
+    ticket = rig.cache.lookup(NAMESPACE, doc(2, 4))
+    rig.device.run_all()
+    assert ticket.wait(rig.cache.clock() + 100)
+    assert sum(ticket.hit_tokens.values()) < 16
+    ticket.close()
+    held.close()
+    rig.come_to_rest()
+
+
+def test_blocks_wait_for_slots_below_that_are_coming_free_and_are_not_dropped() -> None:
+    rig = GpuRig.make(hbm=4, dram=4, async_compute=True)
+    rig.use(doc(1, 4))
+    assert rig.cache.flush(NAMESPACE, doc(1, 4)).wait(rig.cache.clock() + 100)
+    rig.cache.shed(TierId.HBM, rig.cache.clock() + 100)
+    rig.come_to_rest()
+    rig.use(doc(2, 4))
+    rig.mover.reading(rig.pools[1], np.arange(4, dtype=np.int32))  # what the copy down displaces
+    lease = rig.cache.acquire(NAMESPACE, doc(3, 1))
+    with pytest.raises(TierFull):
+        rig.cache.extend(lease, 1)
+    rig.cache.extend(lease, 1, deadline=rig.cache.clock() + 100)
+    rig.cache.release(lease)
+    rig.come_to_rest()
+    assert rig.cache.statistics().dropped == 0
+
+
+def test_a_flush_keeps_a_block_that_is_about_to_be_dropped() -> None:
+    rig = GpuRig.make(hbm=4, dram=6, async_compute=True)
+    rig.use(doc(1, 4))
+    other = rig.cache.acquire(NAMESPACE, doc(2, 1))
+    rig.broken = lambda name: name.startswith("copy hbm")
+    with pytest.raises(TierFull):
+        rig.cache.extend(other, 1)
+    rig.come_to_rest()  # the copy down has failed: the block goes next time
+    rig.use(doc(1, 4))
+    with pytest.raises(TierFull):
+        rig.cache.extend(other, 1)
+    assert rig.cache.statistics().pools[0].leaving == 1
+    rig.broken = lambda name: False
+    ticket = rig.cache.flush(NAMESPACE, doc(1, 4))
+    assert ticket.wait(rig.cache.clock() + 100)
+    assert ticket.blocks == 4
+    rig.come_to_rest()
+
+
+def test_slots_for_a_lease_that_was_released_meanwhile_go_back(rig: SimRig) -> None:
+    rig = SimRig.make(hbm=4, dram=6)
+    rig.visit(doc(1, 4))  # nothing of it is in DRAM yet
+    lease = rig.cache.acquire(NAMESPACE, doc(2, 3))
+    lease.ticket.settle()
+    rig.device.schedule("cancel", lambda: rig.cache.release(lease))
+    with pytest.raises(ValueError, match="released"):
+        rig.cache.extend(lease, 3, deadline=rig.cache.clock() + 100)
+    rig.settle()
+    assert rig.cache.statistics().pools[0].private == 0
+
+
+def test_commit_refuses_while_blocks_are_still_arriving(rig: SimRig) -> None:
+    rig.in_store_only(4)
+    lease = rig.cache.acquire(NAMESPACE, doc(1, 4))
+    rig.cache.extend(lease, 4)
+    with pytest.raises(ValueError, match="settle its ticket"):
+        rig.cache.commit(lease, doc(1, 4))
+    assert lease.ticket.wait(rig.cache.clock() + 100)
+    rig.expect_bytes(lease, doc(1, 4))
+    rig.cache.release(lease)
+    rig.settle()
+
+
+def test_closing_the_ticket_of_a_lease_lets_go_of_nothing(rig: SimRig) -> None:
+    rig.in_store_only(4)
+    lease = rig.cache.acquire(NAMESPACE, doc(1, 4))
+    assert lease.ticket.wait(rig.cache.clock() + 100)
+    lease.ticket.close()
+    rig.expect_bytes(lease, doc(1, 4))
+    assert rig.cache.statistics().pools[0].pinned == len(lease.block_table) == 4
+    rig.cache.release(lease)
+    rig.settle()
+    assert rig.cache.statistics().pools[0].pinned == 0
+
+
+def test_the_guard_refuses_the_tail_of_a_fork_until_it_has_arrived(rig: SimRig) -> None:
+    lease, _ = rig.serve(doc(1, 2))
+    rig.cache.extend(lease, 1)
+    twin = rig.cache.fork(lease)
+    with pytest.raises(LaunchRefused, match=rf"COPYING by lease {twin.id}"):
+        rig.cache.guard.check([(twin, twin.block_table)])
+    assert twin.ticket.wait(rig.cache.clock() + 100)
+    assert not twin.ticket.failed
+    rig.cache.guard.check([(twin, twin.block_table)])
+    rig.cache.release(twin)
+    rig.cache.release(lease)
+    rig.settle()
+
+
+def test_a_fork_whose_tail_was_lost_says_so_and_cannot_run(rig: SimRig) -> None:
+    lease, _ = rig.serve(doc(1, 2))
+    rig.cache.extend(lease, 2)
+    rig.broken = lambda name: " to hbm" in name
+    twin = rig.cache.fork(lease)
+    assert twin.ticket.wait(rig.cache.clock() + 100)
+    assert twin.ticket.failed
+    with pytest.raises(LaunchRefused, match="COPYING"):
+        rig.cache.guard.check([(twin, twin.block_table)])
+    with pytest.raises(ValueError, match="tail"):
+        rig.cache.commit(twin, doc(1, 3))
+    with pytest.raises(ValueError, match="tail"):
+        rig.cache.fork(twin)
+    rig.cache.release(twin)
+    rig.cache.release(lease)
+    rig.settle()
+    assert rig.cache.statistics().pools[0].private == 0
+
+
+def test_a_tail_being_copied_is_not_given_to_others_though_its_lease_computes_on() -> None:
+    rig = GpuRig.make(hbm=3, dram=None, store=False, async_compute=True)
+    lease = rig.cache.acquire(NAMESPACE, doc(1, 1))
+    rig.launch(lease, doc(1, 1))
+    twin = rig.cache.fork(lease)
+    rig.cache.guard.launched([(lease, lease.block_table)])  # it writes behind what is copied
+    assert rig.device.run_one()  # all compute, not the copy
+    rig.cache.release(lease)
+    third = rig.cache.acquire(NAMESPACE, doc(2, 2))
+    with pytest.raises(TierFull):
+        rig.launch(third, doc(2, 2))
+    assert twin.ticket.wait(rig.cache.clock() + 100)
+    rig.launch(third, doc(2, 2))
+    rig.device.run_all()
+    assert rig.cache.commit(twin, doc(1, 1)) == 1
+    rig.expect_bytes(twin, doc(1, 1))
+    rig.cache.release(twin)
+    rig.cache.release(third)
+    rig.come_to_rest()
+
+
+def test_a_parent_that_the_store_lost_unseen_goes_down_again_with_its_children() -> None:
+    rig = SimRig.make(hbm=12, dram=24)
+    rig.visit(doc(1, 2))
+    assert rig.cache.flush(NAMESPACE, doc(1, 2)).wait(rig.cache.clock() + 100)
+    rig.store.forget(NAMESPACE, keys_of(doc(1, 2))[0])  # it was hot above, so cold down there
+    rig.visit(doc(1, 9))
+    for seed in range(2, 5):
+        rig.visit(doc(seed, 8))
+        rig.settle()
+    assert rig.cache.statistics().dropped == 0
+    assert rig.visit(doc(1, 9)) == 9
+    rig.settle()
+    rig.store.check()
+
+
+def test_blocks_behind_a_prefix_that_never_leaves_hbm_reach_the_store() -> None:
+    rig = SimRig.make(hbm=8, dram=10)
+    tails = [np.concatenate([doc(1, 2), doc(seed, 3)]) for seed in range(2, 10)]
+    for _ in range(3):
+        for tokens in tails:
+            hits = rig.visit(tokens)
+            rig.store.check()
+    rig.settle()
+    assert hits == 5
+    assert len(rig.store) == 2 + 3 * len(tails)
+
+
+def test_a_run_on_its_way_down_may_hold_the_ancestor_of_what_makes_room_for_it() -> None:
+    rig = SimRig.make(hbm=3, dram=3)
+    root = doc(1, 1)
+    rig.visit(np.concatenate([root, doc(2, 1)]))
+    rig.visit(np.concatenate([root, doc(3, 2)]))  # the end of the first goes to DRAM
+    rig.visit(doc(4, 3))  # so have root and two blocks to, where the first cannot leave before root
+    rig.settle()
+    assert rig.visit(np.concatenate([root, doc(3, 2)])) == 3
+    rig.settle()
+    rig.store.check()
