@@ -34,9 +34,10 @@ from kvtier.tiers.lease import (
     PoolStatistics,
     Ticket,
 )
-from kvtier.tiers.ledger import Ledger, mask_runs
+from kvtier.tiers.ledger import Ledger
 from kvtier.tiers.load import Load, reachable
 from kvtier.tiers.mover import Mover
+from kvtier.tiers.moves import mask_runs
 from kvtier.tiers.sink import Sink
 
 # A waiter looks again at least this often, in case a signal's owner died.

@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 
 from kvtier.index.words import BlockIds, Slots, TierId
-from kvtier.tiers.ledger import TailCopy
 from kvtier.tiers.load import Load
+from kvtier.tiers.moves import TailCopy
 from kvtier.tiers.sink import Sink
 
 

@@ -12,69 +12,19 @@ sends the others down first and takes them when they have become clean.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.index.radix import RadixIndex
 from kvtier.index.words import BlockIds, BlockKey, Residency, Slots, TierId
-from kvtier.tiers.contracts import LANDED, Answer, Fetch, Flight, Pool, Put, Store
+from kvtier.tiers.contracts import Fetch, Pool, Put, Store
 from kvtier.tiers.guard import SlotBook, SlotUse
 from kvtier.tiers.mover import Mover
-
-Mask = npt.NDArray[np.bool_]
+from kvtier.tiers.moves import Doubt, Mask, Move, TailCopy, branch_runs
 
 # Blocks go down to a store in groups, so that one sync serves many; at most an eighth of the pool.
 EVICTION_GROUP = 32
-
-
-@dataclass(frozen=True)
-class Move:
-    """Blocks `ids` being copied from level `src` to level `dst`.
-
-    `slots` are the destination's (None when `dst` is the store). `arrived(position, tier)` tells
-    whoever asked where a block really came from.
-    """
-
-    flight: Flight
-    ids: BlockIds
-    src: int
-    dst: int
-    slots: Slots | None
-    arrived: Callable[[int, TierId | None], None] | None = None
-
-
-@dataclass
-class TailCopy:
-    """Private slots `src` of the top pool being copied to `dst`, for lease `owner`.
-
-    `settled`: the outcome has been applied; until then neither side's slots are given back.
-    """
-
-    flight: Flight
-    src: Slots
-    dst: Slots
-    owner: int
-    settled: bool = False
-
-    @property
-    def failed(self) -> bool:
-        """True if it ended and not everything arrived."""
-        return self.settled and bool((self.flight.status != LANDED).any())
-
-
-@dataclass(frozen=True)
-class Doubt:
-    """The store refused `refused` (from level `col`) though hints promise what is `above` them.
-
-    It may have lost some of that meanwhile: it has been asked. All are pinned in `col`.
-    """
-
-    answer: Answer
-    above: BlockIds
-    refused: BlockIds
-    col: int
 
 
 class Ledger:
@@ -534,14 +484,3 @@ class Ledger:
     def limbo(self, col: int) -> int:
         """Slots of `col` that belong to nobody but are still read."""
         return sum(len(slots) for where, slots in self._limbo if where == col)
-
-
-def mask_runs(mask: Mask) -> list[tuple[int, int]]:
-    """`(start, stop)` of each maximal run of true entries."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
-    return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
-
-
-def branch_runs(ids: BlockIds, wanted: Mask) -> list[BlockIds]:
-    """The maximal runs of `ids` (one branch, root first) where `wanted` holds."""
-    return [ids[start:stop] for start, stop in mask_runs(wanted)]

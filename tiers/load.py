@@ -17,7 +17,8 @@ import numpy as np
 
 from kvtier.index.words import ROOT_KEY, BlockIds, TierId, Tokens, block_keys
 from kvtier.tiers.contracts import Answer
-from kvtier.tiers.ledger import Ledger, Mask
+from kvtier.tiers.ledger import Ledger
+from kvtier.tiers.moves import Mask
 
 
 class Load:

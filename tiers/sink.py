@@ -9,8 +9,9 @@ import numpy as np
 
 from kvtier.index.words import ROOT_KEY, BlockIds, Tokens, block_keys
 from kvtier.tiers.contracts import Answer
-from kvtier.tiers.ledger import Ledger, branch_runs
+from kvtier.tiers.ledger import Ledger
 from kvtier.tiers.load import leading
+from kvtier.tiers.moves import branch_runs
 
 
 class Sink:
