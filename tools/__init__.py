@@ -1,0 +1,1 @@
+"""Programs an operator runs. Everything below may be imported here; nothing imports this."""

@@ -1,0 +1,168 @@
+"""The `kvtier` command. Parses options; the work is in the modules that each command imports.
+
+Imports are inside the commands, so that `kvtier serve` loads neither torch nor the engine.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier.index.errors import KvtierError
+from kvtier.tools import options
+from kvtier.tools.options import tiers
+from kvtier.tools.sizes import parse_size
+
+EXIT_BAD_INPUT = 2
+
+app = typer.Typer(
+    name="kvtier",
+    help="Tiered KV-cache storage: GPU memory, host memory and NVMe under one radix index.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code.
+
+    What the user can mend is one line on standard error and code 2. Our own bugs keep their
+    traceback.
+    """
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="kvtier")
+    except KvtierError as error:
+        print(f"kvtier: error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
+
+
+@app.command()
+def serve(
+    socket: Annotated[Path, typer.Option("--socket", metavar="PATH", help="Where to listen.")],
+    store: Annotated[
+        Path | None, typer.Option("--store", metavar="DIR", help="NVMe store (none: DRAM only).")
+    ] = None,
+    dram: options.Dram = "8GiB",
+    nvme: options.Nvme = "64GiB",
+) -> None:
+    """Own DRAM and NVMe for every engine on this host, until SIGTERM or SIGINT."""
+    from kvtier.tools.serve import serve as run_server
+
+    run_server(
+        socket,
+        store,
+        dram_bytes=parse_size(dram, "--dram"),
+        nvme_bytes=parse_size(nvme, "--nvme"),
+    )
+
+
+@app.command()
+def prewarm(
+    documents: Annotated[
+        list[Path],
+        typer.Argument(metavar="DOCUMENT", help="Text files, directories, or .jsonl lists."),
+    ],
+    model: options.Model,
+    store: options.Store = None,
+    socket: options.Socket = None,
+    hbm: options.Hbm = "1GiB",
+    dram: options.Dram = "1GiB",
+    nvme: options.Nvme = "64GiB",
+    step: Annotated[
+        int, typer.Option("--step", min=1, help="Tokens computed between two flushes.")
+    ] = 2048,
+    threads: options.Threads = None,
+    as_json: options.Json = False,
+) -> None:
+    """Compute the KV of documents and store it, before anyone asks about them.
+
+    Safe to stop and to run again: what is stored is not computed again.
+    """
+    place = tiers(hbm=hbm, dram=dram, nvme=nvme, store=store, socket=socket, needed=True)
+    from kvtier.tools.prewarm.command import run_prewarm
+
+    run_prewarm(documents, model, place, step_tokens=step, threads=threads, as_json=as_json)
+
+
+@app.command()
+def generate(
+    model: options.Model,
+    prompt: Annotated[str, typer.Option("--prompt", help="What to ask.")],
+    document: Annotated[
+        Path | None, typer.Option("--document", metavar="FILE", help="The text it is about.")
+    ] = None,
+    store: options.Store = None,
+    socket: options.Socket = None,
+    hbm: options.Hbm = "1GiB",
+    dram: options.Dram = "1GiB",
+    nvme: options.Nvme = "64GiB",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
+    salt: Annotated[str, typer.Option(help="Share KV only with requests of this salt.")] = "",
+    threads: options.Threads = None,
+    as_json: options.Json = False,
+) -> None:
+    """Answer one prompt, and say how many of its tokens came from which tier."""
+    place = tiers(hbm=hbm, dram=dram, nvme=nvme, store=store, socket=socket, needed=False)
+    from kvtier.engine.sampling import SamplingParams
+    from kvtier.tools.generate import run_generate
+
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    run_generate(
+        prompt, document, model, place, sampling, salt=salt, threads=threads, as_json=as_json
+    )
+
+
+@app.command()
+def check(
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="Directory of the store.")],
+    as_json: options.Json = False,
+) -> None:
+    """Verify every record of a store. Exit code 1 if anything is wrong with it."""
+    from kvtier.tools.inspection import run_check
+
+    if not run_check(store, as_json=as_json):
+        raise typer.Exit(1)
+
+
+@app.command()
+def stats(
+    store: Annotated[
+        Path | None, typer.Argument(metavar="STORE", help="Directory of the store.")
+    ] = None,
+    socket: options.Socket = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show what a store, or a running sidecar, holds."""
+    from kvtier.tools.inspection import run_stats
+
+    run_stats(store, socket, as_json=as_json)
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="DIR", help="Use this model instead of fetching one."),
+    ] = None,
+    work: Annotated[
+        Path, typer.Option("--dir", metavar="DIR", help="Where model, store and chart go.")
+    ] = Path(".demo"),
+    threads: options.Threads = None,
+) -> None:
+    """Ask questions about three documents from every tier, embedded and through a sidecar."""
+    from kvtier.tools.demo.script import run_demo
+
+    run_demo(work, model, threads)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The demo: one model, three documents, every tier, in one process and through a sidecar."""

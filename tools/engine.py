@@ -1,0 +1,22 @@
+"""Opens an `LLM` as the command line describes it. The only module here that loads the engine."""
+
+from pathlib import Path
+
+from kvtier.engine.assembly import CacheSettings
+from kvtier.engine.llm import LLM
+from kvtier.tools.options import Tiers
+
+
+def open_llm(model: Path, tiers: Tiers, threads: int | None) -> LLM:
+    """The model of a directory over these tiers; a context manager.
+
+    Raises what the engine and the tiers raise, all `KvtierError`.
+    """
+    settings = CacheSettings(
+        hbm_bytes=tiers.hbm_bytes,
+        dram_bytes=tiers.dram_bytes,
+        store=tiers.store,
+        nvme_bytes=tiers.nvme_bytes,
+        socket=tiers.socket,
+    )
+    return LLM(model, cache=settings, threads=threads)

@@ -1,0 +1,61 @@
+"""The command line's options that several commands share, and the values they stand for.
+
+Importing this loads neither torch nor the engine.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier.tools.errors import BadOption
+from kvtier.tools.sizes import parse_size
+
+Model = Annotated[
+    Path, typer.Option("--model", metavar="DIR", help="Hugging Face directory of a Llama model.")
+]
+Store = Annotated[
+    Path | None, typer.Option("--store", metavar="DIR", help="NVMe store, opened by this process.")
+]
+Socket = Annotated[
+    Path | None, typer.Option("--socket", metavar="PATH", help="Socket of a running sidecar.")
+]
+Hbm = Annotated[str, typer.Option("--hbm", metavar="SIZE", help="Room for KV in the fast tier.")]
+Dram = Annotated[str, typer.Option("--dram", metavar="SIZE", help="Room for KV in host memory.")]
+Nvme = Annotated[str, typer.Option("--nvme", metavar="SIZE", help="Room for KV in the store.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", min=1, help="Compute threads (default: torch's choice).")
+]
+Json = Annotated[bool, typer.Option("--json", help="End with one line of JSON.")]
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Where KV goes: sizes in bytes, and a store of this process's own or a sidecar's socket."""
+
+    hbm_bytes: int
+    dram_bytes: int
+    nvme_bytes: int
+    store: Path | None
+    socket: Path | None
+
+
+def tiers(
+    *, hbm: str, dram: str, nvme: str, store: Path | None, socket: Path | None, needed: bool
+) -> Tiers:
+    """Check and parse. Raises `BadOption`: both places given, or none although one is `needed`.
+
+    Without a store there is no DRAM tier either: what one process computes once fits in HBM.
+    """
+    if store is not None and socket is not None:
+        raise BadOption("--store and --socket: the sidecar owns the store; give one of the two")
+    if needed and store is None and socket is None:
+        raise BadOption("no store: give --store DIR, or --socket PATH of a running sidecar")
+    return Tiers(
+        parse_size(hbm, "--hbm"),
+        parse_size(dram, "--dram") if store is not None else 0,
+        parse_size(nvme, "--nvme"),
+        store,
+        socket,
+    )
