@@ -81,7 +81,7 @@ class LLM:
             weights = load_weights(self.directory, config, DTYPES[dtype], device)
             runner = Runner(
                 LlamaModel(config, weights),
-                _attention(self._open.hbm.tensor),
+                _attention(self._open.hbm.tensor, config.max_positions),
                 self.cache.guard,
                 settings.block_size,
                 device,
@@ -238,9 +238,11 @@ def _refuse_bad_machine(dtype: str, device: str, threads: int | None) -> None:
         raise BadSettings(f"threads: {threads} given, want 1 or more")
 
 
-def _attention(pool: torch.Tensor) -> Attention:
+def _attention(pool: torch.Tensor, max_positions: int) -> Attention:
     if pool.device.type == "cpu":
-        return CpuAttention(pool)
+        # One context is ready from the start, at the price of at most half the pool once more.
+        half = pool.shape[0] * pool.shape[4] // 2
+        return CpuAttention(pool, ready_tokens=min(max_positions, half))
     # Triton exists on Linux only, and loading it takes a second that a CPU engine need not spend.
     from kvtier.engine.triton_attention import TritonAttention
 

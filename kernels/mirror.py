@@ -47,6 +47,11 @@ class ContextMirror:
         """Bytes of memory held."""
         return self._data.nbytes
 
+    def populate(self) -> None:
+        """Fault every page in now, not at the first gather. Nothing is present afterwards."""
+        self._data.zero_()
+        self._filled = [0] * len(self._filled)
+
     def __repr__(self) -> str:
         return f"<ContextMirror {self.tokens}/{self.capacity} tokens, {self.nbytes} bytes>"
 
