@@ -34,14 +34,23 @@ import numpy as np
 from kvtier.index.errors import KvtierError
 from kvtier.index.words import Slots, TierId
 from kvtier.tiers.errors import CapacityTooSmall
-from kvtier.tiers.memory import PAGE, NotEnoughMemory, advise, populate, require, round_up
+from kvtier.tiers.memory import (
+    HUGE_PAGE,
+    PAGE,
+    NotEnoughMemory,
+    SharedMapping,
+    advise,
+    collapse,
+    populate,
+    require,
+    round_up,
+)
 from kvtier.tiers.pool import SLOT_ROW, ArrayPool
 
 MAGIC = b"KVTSLAB\0"
 VERSION = 1
 _HEADER = Struct("<8sIIQQQQ")
 _TABLE_OFFSET = 4096
-_DATA_ALIGNMENT = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ class SlabGeometry:
 
     @property
     def data_offset(self) -> int:
-        return round_up(_TABLE_OFFSET + self.table_bytes, _DATA_ALIGNMENT)
+        return round_up(_TABLE_OFFSET + self.table_bytes, HUGE_PAGE)
 
     @property
     def nbytes(self) -> int:
@@ -87,13 +96,13 @@ class DramSlab(ArrayPool):
     """
 
     def __init__(
-        self, fd: int, mapping: mmap.mmap, geometry: SlabGeometry, *, owned: bool, debug: bool
+        self, fd: int, mapping: SharedMapping, geometry: SlabGeometry, *, owned: bool, debug: bool
     ) -> None:
         self.fd = fd
         self.geometry = geometry
         self.owned = owned
         data = np.frombuffer(
-            mapping, np.uint8, geometry.num_slots * geometry.stride, geometry.data_offset
+            mapping.view, np.uint8, geometry.num_slots * geometry.stride, geometry.data_offset
         )
         super().__init__(
             TierId.DRAM,
@@ -101,7 +110,7 @@ class DramSlab(ArrayPool):
             geometry.block_bytes,
             debug=debug,
             array=data.reshape(geometry.num_slots, geometry.stride),
-            table=np.frombuffer(mapping, SLOT_ROW, geometry.num_slots, _TABLE_OFFSET),
+            table=np.frombuffer(mapping.view, SLOT_ROW, geometry.num_slots, _TABLE_OFFSET),
         )
 
     @classmethod
@@ -137,7 +146,7 @@ class DramSlab(ArrayPool):
             os.close(fd)
             raise
         header = geometry.header()
-        mapping[: len(header)] = header
+        mapping.view[: len(header)] = header
         return cls(fd, mapping, geometry, owned=True, debug=debug)
 
     @classmethod
@@ -186,9 +195,9 @@ class DramSlab(ArrayPool):
         self._num_free = 0
 
 
-def _map(fd: int, geometry: SlabGeometry, what: str, *, fill: bool) -> mmap.mmap:
+def _map(fd: int, geometry: SlabGeometry, what: str, *, fill: bool) -> SharedMapping:
     try:
-        mapping = mmap.mmap(fd, geometry.nbytes)
+        mapping = SharedMapping(fd, geometry.nbytes)
     except OSError as error:
         raise NotEnoughMemory(
             f"{what}: {geometry.nbytes:,} bytes cannot be mapped ({error.strerror}); "
@@ -202,10 +211,13 @@ def _map(fd: int, geometry: SlabGeometry, what: str, *, fill: bool) -> mmap.mmap
     return mapping
 
 
-def _populate(mapping: mmap.mmap, geometry: SlabGeometry, *, fresh: bool) -> None:
+def _populate(mapping: SharedMapping, geometry: SlabGeometry, *, fresh: bool) -> None:
     head = round_up(_TABLE_OFFSET + geometry.table_bytes, PAGE)
     populate(mapping, 0, head, fresh=fresh)
-    populate(mapping, geometry.data_offset, geometry.nbytes - geometry.data_offset, fresh=fresh)
+    nbytes = geometry.nbytes - geometry.data_offset
+    if fresh:
+        collapse(mapping, geometry.data_offset, nbytes)
+    populate(mapping, geometry.data_offset, nbytes, fresh=fresh)
 
 
 def _read_geometry(fd: int) -> SlabGeometry:

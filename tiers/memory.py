@@ -5,7 +5,9 @@ that copy a fault, and a page that cannot be had at all costs the process its li
 OOM killer gives no reason). So pools ask here first and populate at once. Knows nothing of slots.
 """
 
+import ctypes
 import mmap
+import os
 import resource
 from pathlib import Path
 
@@ -16,8 +18,14 @@ from kvtier.index.errors import KvtierError
 PAGE = 4096
 """The unit of direct I/O and of slot strides."""
 
-MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module has no names for these two yet
+HUGE_PAGE = 2 << 20
+"""What the processor maps as one where memory is contiguous and aligned to it."""
+
+MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module has no names for these yet
 MADV_POPULATE_WRITE = 23
+MADV_COLLAPSE = 25  # Linux 6.1
+MAP_FIXED = 0x10
+MAP_NORESERVE = 0x4000
 
 # CPython holds the interpreter lock during madvise: populate in steps, so that others get a turn.
 _STEP = 64 << 20
@@ -61,7 +69,55 @@ def anonymous(nbytes: int) -> mmap.mmap:
     return mapping
 
 
-def advise(mapping: mmap.mmap, advice: int) -> bool:
+class SharedMapping:
+    """A file descriptor's memory, mapped shared at an address that suits huge pages.
+
+    The kernel aligns shared mappings only where huge pages for shared memory are switched on
+    globally, and most machines leave them off. So address space is reserved with room to spare and
+    the file is mapped over the aligned part. `view` is all of it; the memory is unmapped with the
+    last reference to the view, or to anything made from it. Raises `OSError`.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        self._reserve = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=flags)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._reserve))
+        self._base = -start % HUGE_PAGE
+        _map_over(start + self._base, nbytes, fd)
+        self.view = memoryview(self._reserve)[self._base : self._base + nbytes]
+
+    def __len__(self) -> int:
+        return len(self.view)
+
+    def madvise(self, advice: int, start: int = 0, length: int | None = None) -> None:
+        """As `mmap.madvise`, with `start` counted from the first byte of the view."""
+        length = len(self) - start if length is None else length
+        self._reserve.madvise(advice, self._base + start, length)
+
+
+def _map_over(address: int, nbytes: int, fd: int) -> None:
+    """Replace reserved address space by a shared mapping of `fd` from its first byte."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_long,
+    )
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    found = libc.mmap(address, nbytes, protection, mmap.MAP_SHARED | MAP_FIXED, fd, 0)
+    if found != address:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+Mapping = mmap.mmap | SharedMapping
+
+
+def advise(mapping: Mapping, advice: int) -> bool:
     """Give the kernel a hint about the whole mapping; False where it knows no such hint."""
     try:
         mapping.madvise(advice)
@@ -70,7 +126,25 @@ def advise(mapping: mmap.mmap, advice: int) -> bool:
     return True
 
 
-def populate(mapping: mmap.mmap, start: int, nbytes: int, *, fresh: bool) -> None:
+def collapse(mapping: SharedMapping, start: int, nbytes: int) -> bool:
+    """Put fresh shared memory on huge pages, whatever the machine's default; False if it won't go.
+
+    `start` is a multiple of `HUGE_PAGE`; a tail shorter than one stays as it is. One page of each
+    huge page is made real first (a hole cannot be collapsed); the rest is zeroed by the kernel.
+    Worth its time: what lay idle for seconds on scattered small pages was read at 0.3 GB/s the next
+    time in a virtual machine, on huge pages at 5 (tens of thousands of cold translations).
+    """
+    nbytes -= nbytes % HUGE_PAGE
+    np.frombuffer(mapping.view, np.uint8, nbytes, start)[::HUGE_PAGE] = 0
+    try:
+        for at in range(start, start + nbytes, _STEP):
+            mapping.madvise(MADV_COLLAPSE, at, min(_STEP, start + nbytes - at))
+    except OSError:
+        return False
+    return True
+
+
+def populate(mapping: Mapping, start: int, nbytes: int, *, fresh: bool) -> None:
     """Make `nbytes` from `start` (a multiple of the page size) real in this process's page tables.
 
     `fresh`: the memory is new and nobody else has it mapped. Otherwise its content is kept even
@@ -84,9 +158,10 @@ def populate(mapping: mmap.mmap, start: int, nbytes: int, *, fresh: bool) -> Non
             _touch(mapping, at, length, fresh=fresh)
 
 
-def _touch(mapping: mmap.mmap, at: int, length: int, *, fresh: bool) -> None:
+def _touch(mapping: Mapping, at: int, length: int, *, fresh: bool) -> None:
     """Fault pages in one by one, for kernels without MADV_POPULATE_WRITE."""
-    page_heads = np.frombuffer(mapping, np.uint8, length, at)[::PAGE]
+    memory = mapping.view if isinstance(mapping, SharedMapping) else mapping
+    page_heads = np.frombuffer(memory, np.uint8, length, at)[::PAGE]
     if fresh:
         page_heads[:] = 0
     else:

@@ -8,7 +8,7 @@ from kvtier.tools.demo.results import Mode
 from kvtier.tools.options import Tiers
 
 MIB, GIB = 1 << 20, 1 << 30
-HBM_BYTES, DRAM_BYTES, NVME_BYTES = 768 * MIB, 1536 * MIB, 4 * GIB
+HBM_BYTES, DRAM_BYTES, NVME_BYTES = 512 * MIB, 1 * GIB, 4 * GIB
 
 COMPARED = "A"
 """The letter of the question whose answers are compared between all states and modes."""
