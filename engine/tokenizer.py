@@ -38,7 +38,9 @@ class Tokenizer:
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             line = str(error).strip().splitlines()[:1]
-            raise BadModelFile(f"{directory}: tokenizer: {''.join(line)}") from error
+            raise BadModelFile(
+                f"{directory}: tokenizer: cannot be loaded ({''.join(line)}); copy the model again"
+            ) from error
 
     @property
     def inner(self) -> Any:

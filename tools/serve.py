@@ -6,14 +6,17 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+from kvtier.tiers.memory import require
 from kvtier.tiers.sidecar.server import SidecarServer
 
 
 def serve(socket: Path, store: Path | None, *, dram_bytes: int, nvme_bytes: int) -> None:
     """Serve on `socket`; return after a graceful stop.
 
-    Prints one line once clients can connect. Raises what `SidecarServer.start` raises.
+    Prints one line once clients can connect. Raises `NotEnoughMemory` if the slab, which is made
+    for the first client, could not be had now, and what `SidecarServer.start` raises.
     """
+    require(dram_bytes, f"--dram of {dram_bytes:,} bytes")
     asyncio.run(_serve(SidecarServer(socket, store, dram_bytes=dram_bytes, nvme_bytes=nvme_bytes)))
 
 

@@ -13,8 +13,10 @@ import pytest
 from kvtier.index.errors import KvtierError
 from kvtier.index.namespace import BlockLayout
 from kvtier.tiers.errors import SidecarUnavailable
+from kvtier.tiers.memory import NotEnoughMemory
 from kvtier.tiers.sidecar import wire
 from kvtier.tiers.sidecar.client import SidecarClient, observe
+from kvtier.tools.serve import serve
 from tests.sidecar.conftest import Join, Speak, StartSidecar
 from tests.sidecar.rig import (
     LAYOUT,
@@ -359,3 +361,9 @@ def test_a_server_that_never_greets_is_given_up_on_in_time(tmp_path: Path) -> No
         mute.listen()
         with pytest.raises(SidecarUnavailable, match="no answer to the hello within 0.1 s"):
             observe(path, timeout_s=0.1)
+
+
+def test_more_dram_than_the_machine_has_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(NotEnoughMemory, match=r"--dram of .* make the pool smaller"):
+        serve(tmp_path / "s.sock", None, dram_bytes=1 << 60, nvme_bytes=1 << 30)
+    assert not (tmp_path / "s.sock").exists()

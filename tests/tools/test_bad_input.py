@@ -112,19 +112,39 @@ def test_a_disk_that_fills_up_ends_the_run_and_loses_nothing(
     assert run(*arguments).summary["computed"] == 1
 
 
-@pytest.mark.parametrize(
-    ("nvme", "thing"), [("100", "one block"), ("20KiB", "one block"), ("1MiB", "is less than")]
-)
+@pytest.mark.parametrize("nvme", ["100", "20KiB", "1MiB"])
 def test_a_capacity_that_cannot_do_is_refused_before_any_work(
-    run: Run, tmp_path: Path, nvme: str, thing: str
+    run: Run, tmp_path: Path, nvme: str
 ) -> None:
     document = tmp_path / "long.txt"
     document.write_text("the long story goes on, and on, " * 20)
     model = model_with_large_blocks(tmp_path)
     arguments = ["prewarm", document, "--model", model, "--store", tmp_path / "store"]
     said = run(*arguments, "--hbm", "64MiB", "--dram", "64MiB", "--nvme", nvme)
-    assert thing in said.complaint
+    assert "is less than" in said.complaint and "--nvme" in said.complaint
     assert "tokens computed" not in said.out
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("nvme", ["100", "20KiB"])
+def test_a_capacity_below_one_block_is_refused(run: Run, tmp_path: Path, nvme: str) -> None:
+    model = model_with_large_blocks(tmp_path)
+    arguments = ["generate", "--prompt", "hello", "--model", model, "--store", tmp_path / "store"]
+    said = run(*arguments, "--hbm", "64MiB", "--dram", "64MiB", "--nvme", nvme)
+    assert "one block" in said.complaint
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_refused_capacity_costs_the_store_nothing(
+    run: Run, documents: Path, tiny: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    arguments = ["prewarm", documents, "--model", tiny, "--store", store]
+    assert run(*arguments, *SMALL).code == 0
+    held = run("stats", store, "--json").summary["numbers"]["blocks"]
+    small = ["--hbm", "8MiB", "--dram", "16MiB", "--nvme", "64KiB"]
+    assert "is less than" in run(*arguments, *small).complaint
+    assert run("stats", store, "--json").summary["numbers"]["blocks"] == held > 0
 
 
 def model_with_large_blocks(tmp_path: Path) -> Path:

@@ -24,7 +24,9 @@ def test_a_size_is_read_as_its_unit_says(text: str, nbytes: int) -> None:
     assert parse_size(text, "--nvme") == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "eight", "1 PiBs", "0", "0.1", "1e9", "8 gib"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1", "eight", "1 PiBs", "0", "0.1", "1e9", "8 gib", "\uff12MiB"]
+)
 def test_anything_else_names_the_option_and_the_cure(text: str) -> None:
     with pytest.raises(BadOption, match=r"^--nvme: .*write it like 8GiB"):
         parse_size(text, "--nvme")

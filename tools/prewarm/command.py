@@ -2,18 +2,25 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from kvtier.tools.documents import find_documents
+from kvtier.engine.assembly import CacheSettings
+from kvtier.engine.model_config import read_config
+from kvtier.engine.tokenizer import Tokenizer
+from kvtier.index.namespace import BlockLayout
+from kvtier.tools.documents import Document, find_documents
 from kvtier.tools.engine import open_llm
-from kvtier.tools.errors import PrewarmIncomplete
+from kvtier.tools.errors import BadDocument, PrewarmIncomplete
 from kvtier.tools.options import Tiers
-from kvtier.tools.prewarm.job import PrewarmJob, Summary
+from kvtier.tools.prewarm.job import PrewarmJob, Summary, refuse_too_much
 from kvtier.tools.prewarm.progress import TerminalWatcher
 from kvtier.tools.prewarm.through_engine import EngineTarget
+from kvtier.tools.prompt import document_prefix
 from kvtier.tools.sizes import format_size
 
 
@@ -28,6 +35,8 @@ def run_prewarm(
 ) -> None:
     """Prewarm and print. Raises `PrewarmIncomplete`, after the summary, if anything is missing."""
     documents = find_documents(paths)
+    if tiers.store is not None:
+        _refuse_before_opening(documents, model, tiers.nvme_bytes)
     with open_llm(model, tiers, threads) as llm:
         capacity = tiers.nvme_bytes if tiers.store is not None else None
         with TerminalWatcher() as watcher:
@@ -42,6 +51,28 @@ def run_prewarm(
             f"{missing} of {summary.documents} documents are not stored; first: "
             f"{summary.problems[0]}"
         )
+
+
+@dataclass(frozen=True)
+class _Room:
+    block_size: int
+    block_bytes: int
+    capacity_bytes: int | None
+
+
+def _refuse_before_opening(documents: Sequence[Document], model: Path, capacity: int) -> None:
+    """A store that is opened with a limit below what it holds gives blocks up first.
+
+    So what cannot fit is refused while the store is still closed: nothing is lost by a mistake.
+    """
+    config, block_size = read_config(model), CacheSettings().block_size
+    layout = BlockLayout(config.layers, config.kv_heads, block_size, config.head_dim, "float32")
+    chat = Tokenizer(model).encode_chat
+    prefixes = []
+    for document in documents:
+        with suppress(BadDocument):  # the job names it
+            prefixes.append(document_prefix(chat, document.read(), block_size))
+    refuse_too_much(prefixes, _Room(block_size, layout.nbytes, capacity))
 
 
 def _show(summary: Summary) -> None:

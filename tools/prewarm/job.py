@@ -6,7 +6,7 @@ terminal: they stand behind `Target` and `Watcher`.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
@@ -112,7 +112,7 @@ class PrewarmJob:
         self._counts, self._problems, self._failed = {}, [], set()
         self.watcher.started(len(documents))
         items = self._plan(documents)
-        self._refuse_too_much(items)
+        refuse_too_much([item.tokens for item in items], self.target)
         size = self.target.block_size
         self.watcher.planned(sum(len(item.tokens) - item.held * size for item in items))
         for position, item in enumerate(items):
@@ -151,21 +151,6 @@ class PrewarmJob:
             except KvtierError as error:
                 self._fail(document, error)
         return items
-
-    def _refuse_too_much(self, items: Sequence[_Item]) -> None:
-        """Later documents would push earlier ones out: say so before computing anything."""
-        capacity = self.target.capacity_bytes
-        paths = {
-            key
-            for item in items
-            for key in block_keys(_ANY_NAMESPACE, ROOT_KEY, item.tokens, self.target.block_size)
-        }
-        needed = len(paths) * self.target.block_bytes
-        if capacity is not None and needed > capacity:
-            raise PrewarmIncomplete(
-                f"store capacity {format_size(capacity)} is less than the {format_size(needed)} "
-                "that these documents take; raise --nvme or name fewer documents"
-            )
 
     def _bring(self, item: _Item) -> None:
         size = self.target.block_size
@@ -215,3 +200,32 @@ class PrewarmJob:
         self._failed.add(document.id)
         self._problems.append(f"{document.id}: {error}")
         self.watcher.finished(document, f"failed: {error}")
+
+
+class Bounded(Protocol):
+    """What the room that documents take is reckoned from."""
+
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def block_bytes(self) -> int: ...
+    @property
+    def capacity_bytes(self) -> int | None: ...
+
+
+def refuse_too_much(prefixes: Iterable[Tokens], store: Bounded) -> None:
+    """Later documents would push earlier ones out: say so before anything is touched.
+
+    Raises `PrewarmIncomplete` if the distinct blocks of `prefixes` are more than `store` may hold.
+    """
+    keys = {
+        key
+        for tokens in prefixes
+        for key in block_keys(_ANY_NAMESPACE, ROOT_KEY, tokens, store.block_size)
+    }
+    needed = len(keys) * store.block_bytes
+    if store.capacity_bytes is not None and needed > store.capacity_bytes:
+        raise PrewarmIncomplete(
+            f"store capacity {format_size(store.capacity_bytes)} is less than the "
+            f"{format_size(needed)} that these documents take; raise --nvme or name fewer documents"
+        )
