@@ -206,6 +206,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.store.check()
         for pool in cache.statistics().pools:
             assert pool.free + pool.resident == pool.total, pool
+            assert pool.pinned == 0, pool
 
 
 TestCache = CacheMachine.TestCase

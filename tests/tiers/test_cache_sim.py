@@ -461,3 +461,35 @@ def test_a_run_on_its_way_down_may_hold_the_ancestor_of_what_makes_room_for_it()
     assert rig.visit(np.concatenate([root, doc(3, 2)])) == 3
     rig.settle()
     rig.store.check()
+
+
+def test_a_block_that_a_copy_is_filling_is_not_adopted_at_commit(rig: SimRig) -> None:
+    tokens = doc(1, 3)
+    early = rig.cache.acquire(NAMESPACE, tokens)
+    assert early.ticket.wait(rig.cache.clock() + 100)
+    rig.cache.extend(early, 3)
+    rig.visit(tokens)
+    rig.settle()
+    rig.cache.shed(TierId.HBM, rig.cache.clock() + 100)
+    late = rig.cache.acquire(NAMESPACE, tokens)  # fills HBM again, and nothing has run yet
+    assert rig.compute(early, tokens) == 0
+    assert (len(early.committed), len(early.private)) == (0, 3)
+    rig.cache.guard.check([(early, early.block_table)])
+    assert late.ticket.wait(rig.cache.clock() + 100)
+    assert rig.cache.commit(early, tokens) == 3
+    for lease in (early, late):
+        rig.expect_bytes(lease, tokens)
+        rig.cache.release(lease)
+    rig.settle()
+
+
+def test_a_flush_believes_the_store_and_not_old_hints(rig: SimRig) -> None:
+    tokens = doc(1, 5)
+    rig.visit(tokens)
+    assert rig.cache.flush(NAMESPACE, tokens).wait(rig.cache.clock() + 100)
+    rig.store.forget(NAMESPACE, keys_of(tokens)[1])
+    ticket = rig.cache.flush(NAMESPACE, tokens)
+    assert ticket.wait(rig.cache.clock() + 100)
+    assert (ticket.blocks, ticket.failed) == (5, False)
+    assert all(rig.store.holds(NAMESPACE, key) for key in keys_of(tokens))
+    rig.settle()
