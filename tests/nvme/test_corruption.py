@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from kvtier.tiers.errors import StoreCorrupt, StoreVersion
 from kvtier.tiers.nvme.catalogue import Catalogue
 from kvtier.tiers.nvme.check import check_store
+from kvtier.tiers.nvme.record import PAGE, decode_header, encode_header
 from kvtier.tiers.nvme.rows import Extent
 from tests.nvme.rig import NAMESPACE, Branch, Rig, branch, flip, num_landed, segment_files
 
@@ -112,6 +114,24 @@ def test_a_record_that_stands_in_anothers_place_is_refused(tmp_path: Path) -> No
         assert rig.landed(two) == 3
 
 
+@pytest.mark.parametrize(("segments", "pages"), [(1, 0), (0, 1), (0, -1)])
+def test_a_record_written_for_another_place_is_refused_though_all_else_agrees(
+    tmp_path: Path, segments: int, pages: int
+) -> None:
+    store, blocks = tmp_path / "s", branch(9)
+    filled(store, blocks)
+    (extent, *_) = extents(store, blocks)[1:]
+    with segment_files(store)[0].open("r+b") as file:
+        file.seek(extent.offset)
+        header = decode_header(file.read(extent.header_pages * PAGE))
+        moved = replace(header, segment=header.segment + segments, page=header.page + pages)
+        file.seek(extent.offset)
+        file.write(encode_header(moved))
+    assert any("another place" in line for line in check_store(store).problems)
+    with Rig(store) as rig:
+        assert rig.landed(blocks) == rig.lookup(blocks) == 3
+
+
 def test_swapped_blocks_within_a_record_are_refused(tmp_path: Path) -> None:
     store, blocks = tmp_path / "s", branch(3)
     filled(store, blocks, block_bytes=4096)
@@ -201,10 +221,10 @@ def test_a_store_of_a_newer_format_is_refused_and_left_alone(
 ) -> None:
     store = tmp_path / "s"
     with monkeypatch.context() as patch:
-        patch.setattr("kvtier.tiers.nvme.catalogue.FORMAT_VERSION", 2)
+        patch.setattr("kvtier.tiers.nvme.catalogue.FORMAT_VERSION", 3)
         filled(store, branch(3))
     before = (store / "catalog" / "data.mdb").read_bytes()
-    with pytest.raises(StoreVersion, match="store format 2, this kvtier reads format 1"):
+    with pytest.raises(StoreVersion, match="store format 3, this kvtier reads format 2"):
         Rig(store)
     with pytest.raises(StoreVersion):
         check_store(store)

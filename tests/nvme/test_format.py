@@ -37,7 +37,9 @@ def make(num_blocks: int, block_tokens: int, block_bytes: int) -> RecordHeader:
         StoredBlock(BlockKey(bytes([i + 1]) * 32), 2**64 - 1 - i, block_bytes)
         for i in range(num_blocks)
     )
-    return RecordHeader(77, b"n" * 32, BlockKey(b"p" * 32), block_bytes, tokens, blocks)
+    return RecordHeader(
+        77, 2**64 - 3, 2**32 - 5, b"n" * 32, BlockKey(b"p" * 32), block_bytes, tokens, blocks
+    )
 
 
 def test_the_worked_example_decodes_to_what_the_page_says() -> None:
@@ -46,6 +48,7 @@ def test_the_worked_example_decodes_to_what_the_page_says() -> None:
     keys = tuple(block_keys(bytes(range(32)), ROOT_KEY, tokens, 3))
     assert header.namespace == bytes(range(32))
     assert (header.parent, header.generation) == (ROOT_KEY, 1 << 32 | 7)
+    assert (header.segment, header.page) == (1 << 32 | 2, 5)
     assert (header.block_bytes, header.record_bytes, header.block_tokens) == (5000, 20480, 3)
     assert header.tokens == tokens.tobytes()
     assert tuple(block.key for block in header.blocks) == keys
@@ -90,8 +93,8 @@ def test_a_header_cut_short_is_refused(cut: int) -> None:
 
 def test_another_format_version_is_named_and_refused() -> None:
     raw = bytearray(example())
-    raw[8] = 2
-    with pytest.raises(StoreVersion, match="format 2, this kvtier reads format 1"):
+    raw[8] = 3
+    with pytest.raises(StoreVersion, match="format 3, this kvtier reads format 2"):
         decode_header(bytes(raw))
 
 

@@ -199,6 +199,8 @@ def check_identity(header: RecordHeader, extent: Extent, namespace: bytes) -> No
     """Raises `RecordRefused` unless the header is of the very record the catalogue names."""
     if header.generation != extent.id:
         raise RecordRefused(f"record {extent.id:x}: another generation stands at its place")
+    if (header.segment, header.page * PAGE) != (extent.segment, extent.offset):
+        raise RecordRefused(f"record {extent.id:x}: it was written for another place")
     keys = tuple(block.key for block in header.blocks)
     if header.namespace != namespace or header.parent != extent.parent or keys != extent.keys:
         raise RecordRefused(f"record {extent.id:x}: its header names other blocks")

@@ -17,7 +17,7 @@ from kvtier.tiers.errors import RecordRefused, StoreVersion
 PAGE = 4096
 """Bytes. O_DIRECT's unit, and the alignment of every header and every stored block."""
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAGIC = b"KVTIER\r\n"
 RAW = 0
 """Codec: the stored bytes are the block's bytes."""
@@ -45,9 +45,14 @@ class StoredBlock:
 
 @dataclass(frozen=True)
 class RecordHeader:
-    """What a record says about itself. `tokens` are little-endian int32, all blocks in order."""
+    """What a record says about itself. `tokens` are little-endian int32, all blocks in order.
+
+    `segment` and `page` are its place: the segment's id, and the page of it where it begins.
+    """
 
     generation: int
+    segment: int
+    page: int
     namespace: bytes
     parent: BlockKey
     block_bytes: int
@@ -99,9 +104,9 @@ def encode_header(header: RecordHeader) -> bytes:
         count,
         header.block_tokens,
         header.block_bytes,
+        header.page,
         0,
-        0,
-        0,
+        header.segment,
     )
     rows = b"".join(
         _BLOCK.pack(block.key, block.checksum, block.stored_bytes, block.codec, 0)
@@ -131,9 +136,9 @@ def decode_header(raw: bytes) -> RecordHeader:
         count,
         block_tokens,
         block_bytes,
-        reserved,
+        page,
         checksum,
-        reserved_too,
+        segment,
     ) = _FIXED.unpack_from(raw)
     if version != FORMAT_VERSION:
         raise StoreVersion(
@@ -144,7 +149,7 @@ def decode_header(raw: bytes) -> RecordHeader:
     blank[_CHECKSUM_AT:_CHECKSUM_END] = bytes(8)
     if length != len(raw) or xxh3_64_intdigest(blank) != checksum:
         raise RecordRefused("record: the header's checksum does not match; it is damaged")
-    if reserved or reserved_too or not count or length != header_bytes(count, block_tokens):
+    if not count or length != header_bytes(count, block_tokens):
         raise RecordRefused("record: the header contradicts itself")
     rows_end = _FIXED.size + count * _BLOCK.size
     tokens = bytes(raw[rows_end : rows_end + 4 * count * block_tokens])
@@ -152,7 +157,9 @@ def decode_header(raw: bytes) -> RecordHeader:
         StoredBlock(BlockKey(key), digest, stored, codec)
         for key, digest, stored, codec, _ in _BLOCK.iter_unpack(raw[_FIXED.size : rows_end])
     )
-    header = RecordHeader(generation, namespace, BlockKey(parent), block_bytes, tokens, blocks)
+    header = RecordHeader(
+        generation, segment, page, namespace, BlockKey(parent), block_bytes, tokens, blocks
+    )
     known = all(b.codec == RAW and b.stored_bytes == block_bytes for b in blocks)
     if not known or header.record_bytes != record_bytes:
         raise RecordRefused("record: the header's lengths or codecs do not add up")

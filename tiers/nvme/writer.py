@@ -110,6 +110,8 @@ def write_record(record: Record, segments: Segments, scratch: Scratch) -> Except
         pages = [room.reshape(-1)]
     header = RecordHeader(
         record.id,
+        record.segment,
+        record.offset // PAGE,
         record.namespace,
         record.parent,
         size,
