@@ -57,7 +57,15 @@ def test_a_sound_store_is_reported_with_its_size_and_progress(store: Path) -> No
 
 @pytest.mark.parametrize(
     "table",
-    [Table.BLOCKS, Table.EXTENTS, Table.HEADS, Table.AGE, Table.SEGMENTS, Table.NAMESPACES],
+    [
+        Table.BLOCKS,
+        Table.EXTENTS,
+        Table.HEADS,
+        Table.AGE,
+        Table.SEGMENTS,
+        Table.NAMESPACES,
+        Table.USES,
+    ],
 )
 def test_a_missing_row_of_any_table_is_a_problem(store: Path, table: Table) -> None:
     tamper(store, table, drop_first)
@@ -74,7 +82,7 @@ def put_row(table: Table, key: bytes, body: bytes) -> Callable[[Any], None]:
         (Table.BLOCKS, block_row_key(1, b"k" * 32), encode_block(77, 0)),
         (Table.HEADS, block_row_key(1, b"k" * 32), number_key(77)),
         (Table.AGE, pair_key(5, 77), b""),
-        (Table.META, b"counters", bytes(28)),
+        (Table.META, b"counters", bytes(44)),
     ],
 )
 def test_a_row_too_many_or_a_false_one_is_a_problem(

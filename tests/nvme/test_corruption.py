@@ -19,11 +19,10 @@ def extents(store: Path, blocks: Branch) -> list[Extent]:
     """The records that hold a branch, first to last."""
     catalogue = Catalogue.open(store / "catalog", read_only=True)
     try:
-        places = catalogue.find(NAMESPACE, blocks.keys)
+        spans = catalogue.find(NAMESPACE, blocks.keys, now=0)
     finally:
         catalogue.close()
-    found = {place.extent.id: place.extent for place in places}
-    return list(found.values())
+    return [span.extent for span in spans]
 
 
 def filled(store: Path, *branches: Branch, block_bytes: int = 5000) -> None:

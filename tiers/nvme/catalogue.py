@@ -14,9 +14,9 @@ from typing import Any
 
 import lmdb
 
-from kvtier.index.words import BlockKey
+from kvtier.index.words import KEY_BYTES, BlockKey
 from kvtier.tiers.errors import StoreCorrupt, StoreInUse, StoreUnsupported, StoreVersion
-from kvtier.tiers.nvme.edits import Edit, Rows
+from kvtier.tiers.nvme.edits import Edit
 from kvtier.tiers.nvme.record import FORMAT_VERSION
 from kvtier.tiers.nvme.rows import (
     Counters,
@@ -32,6 +32,7 @@ from kvtier.tiers.nvme.rows import (
     key_pair,
     namespace_key,
 )
+from kvtier.tiers.nvme.tables import Rows, Span
 
 MAP_BYTES = 64 << 30
 """Address space, not disk: the file grows as rows come. LMDB cannot grow the map while in use."""
@@ -42,19 +43,12 @@ _WORD = Struct("<Q")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where one block stands."""
-
-    extent: Extent
-    position: int
-
-
-@dataclass(frozen=True)
 class Addition:
-    """An extent to publish. `extent.namespace_id` is filled in by the catalogue."""
+    """An extent to publish, and its last use. The catalogue fills in `extent.namespace_id`."""
 
     namespace: bytes
     extent: Extent
+    used: int
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,7 @@ class Catalogue:
     """An open catalogue. Reads and `commit` raise `OSError` if LMDB fails (ENOSPC: it is full),
     `StoreCorrupt` at a damaged row."""
 
-    def __init__(self, environment: Any, tables: Mapping[Table, Any], path: Path) -> None:
+    def __init__(self, environment: Any, tables: Sequence[Any], path: Path) -> None:
         self._environment = environment
         self._tables = tables
         self._path = path
@@ -107,6 +101,7 @@ class Catalogue:
                 max_dbs=len(Table),
                 max_readers=64,
                 meminit=False,
+                readahead=False,
                 readonly=read_only,
                 lock=not read_only,
                 create=create,
@@ -115,12 +110,12 @@ class Catalogue:
         except lmdb.Error as error:
             raise _unopened(path, error) from error
         try:
-            tables = {
-                table: environment.open_db(
+            tables = [
+                environment.open_db(
                     table.name.lower().encode(), dupsort=table is Table.HEADS, create=create
                 )
                 for table in Table
-            }
+            ]
             catalogue = cls(environment, tables, path)
             catalogue._check_version(create)
             catalogue._namespaces = {row.digest: id for id, row in catalogue.namespace_rows()}
@@ -135,36 +130,37 @@ class Catalogue:
     def close(self) -> None:
         self._environment.close()
 
-    def count(self, namespace: bytes, keys: Sequence[BlockKey]) -> int:
-        """How many leading `keys` are published."""
-        number = self._namespaces.get(namespace)
-        if number is None:
-            return 0
-        with self.reading() as rows:
-            for position, key in enumerate(keys):
-                if rows.block(number, key) is None:
-                    return position
-        return len(keys)
+    def count(self, namespace: bytes, keys: Sequence[BlockKey], now: int) -> int:
+        """How many leading `keys` of one branch are served at `now` (microseconds)."""
+        return sum(span.count for span in self.find(namespace, keys, now))
 
-    def find(self, namespace: bytes, keys: Sequence[BlockKey]) -> list[Place]:
-        """Where the leading published `keys` stand. Stops at the first that is not there."""
+    def find(self, namespace: bytes, keys: Sequence[BlockKey], now: int) -> list[Span]:
+        """Where the leading `keys` of one branch stand that are served at `now` (microseconds).
+
+        Stops at the first block that is not there, that has expired or hangs off one that has.
+        Where the tables disagree it stops too; `check` reports that.
+        """
         number = self._namespaces.get(namespace)
         if number is None:
             return []
-        places: list[Place] = []
-        extents: dict[int, Extent] = {}
         with self.reading() as rows:
-            for key in keys:
-                row = rows.block(number, key)
-                if row is None:
-                    break
-                id, position = row
-                extent = extents.get(id) or rows.extent(id)
-                if extent is None or position >= extent.live or extent.keys[position] != key:
-                    break  # the tables disagree: a miss; `check` reports it
-                extents[id] = extent
-                places.append(Place(extent, position))
-        return places
+            return list(rows.spans(number, b"".join(keys), now))
+
+    def walk(self, namespace: bytes, keys: Sequence[BlockKey], now: int) -> Iterator[Span]:
+        """As `find`, extent by extent: each is looked up when it is asked for.
+
+        A transaction each, so that a slow caller keeps no old pages; a block may leave between
+        two of them, as it may after any lookup.
+        """
+        number = self._namespaces.get(namespace)
+        wanted, at = b"".join(keys), 0
+        while number is not None and at < len(wanted):
+            with self.reading() as rows:
+                span = rows.span(number, wanted, at, now)
+            if span is None:
+                return
+            yield span
+            at += span.count * KEY_BYTES
 
     def counters(self) -> Counters:
         with self.reading() as rows:
@@ -220,7 +216,7 @@ class Catalogue:
                 number = self._namespaces.get(digest) or fresh.get(digest)
                 if number is None:
                     number = fresh[digest] = edit.new_namespace(digest)
-                accepted.append(edit.add(replace(extent, namespace_id=number)))
+                accepted.append(edit.add(replace(extent, namespace_id=number), addition.used))
                 if not accepted[-1]:
                     edit.queue(Freed(extent.id, extent.segment, extent.offset, extent.nbytes))
             for id, end in change.ends.items():

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from xxhash import xxh3_64_intdigest
 
-from kvtier.index.words import ROOT_KEY, BlockKey
+from kvtier.index.words import ROOT_KEY
 from kvtier.tiers.errors import StoreCorrupt, StoreUnsupported, StoreVersion
 from kvtier.tiers.nvme.catalogue import Catalogue
-from kvtier.tiers.nvme.edits import Rows
 from kvtier.tiers.nvme.files import Files
 from kvtier.tiers.nvme.lock import StoreLock
 from kvtier.tiers.nvme.reader import check_identity
@@ -24,6 +23,7 @@ from kvtier.tiers.nvme.rows import (
     Extent,
     NamespaceRow,
     Table,
+    block_row_key,
     decode_block,
     decode_extent,
     decode_namespace,
@@ -32,6 +32,7 @@ from kvtier.tiers.nvme.rows import (
     key_number,
     key_pair,
 )
+from kvtier.tiers.nvme.tables import Rows
 from kvtier.tiers.nvme.workers import Scratch
 
 _FILE_OVERHEAD = 64 << 10
@@ -122,38 +123,37 @@ class _Check:
     def _compare_blocks(self) -> None:
         """Every live block has its row, every row its live block, every block its parent."""
         expected = {
-            (extent.namespace_id, key): (extent.id, position)
+            block_row_key(extent.namespace_id, key): (extent.id, position)
             for extent in self._extents.values()
             for position, key in enumerate(extent.keys[: extent.live])
         }
-        found = {
-            (key_namespace(key[:4]), BlockKey(key[4:])): decode_block(body)
-            for key, body in self._rows.scan(Table.BLOCKS)
-        }
+        found = {key: decode_block(body) for key, body in self._rows.scan(Table.BLOCKS)}
         for block in found.keys() | expected.keys():
             if found.get(block) != expected.get(block):
-                self._problem(f"block {block[1].hex()[:16]}: its row and its extent disagree")
+                self._problem(f"block {block[4:].hex()}: its row and its extent disagree")
         for extent in self._extents.values():
-            parent = (extent.namespace_id, extent.parent)
+            parent = block_row_key(extent.namespace_id, extent.parent)
             if extent.parent != ROOT_KEY and parent not in expected:
                 self._problem(f"record {extent.id:x}: its parent is not in the store")
 
     def _compare_order(self) -> None:
         """`heads` and `age` say what follows from the extents."""
         heads = {
-            (e.namespace_id, e.parent, e.id) for e in self._extents.values() if e.parent != ROOT_KEY
+            (block_row_key(e.namespace_id, e.parent), e.id)
+            for e in self._extents.values()
+            if e.parent != ROOT_KEY
         }
-        rows = {
-            (key_namespace(key[:4]), key[4:], key_number(body))
-            for key, body in self._rows.scan(Table.HEADS)
-        }
-        parents = {(namespace, parent) for namespace, parent, _ in heads}
+        rows = {(key, key_number(body)) for key, body in self._rows.scan(Table.HEADS)}
+        parents = {parent for parent, _ in heads}
         if rows != heads:
             self._problem(f"catalogue: {len(rows ^ heads)} rows of heads are wrong or missing")
+        uses = {key_number(key): key_number(body) for key, body in self._rows.scan(Table.USES)}
+        if uses.keys() != self._extents.keys():
+            self._problem("catalogue: rows of uses are missing or too many")
         ages = {
-            (e.last_use, e.id)
+            (uses.get(e.id, 0), e.id)
             for e in self._extents.values()
-            if (e.namespace_id, e.tail) not in parents
+            if block_row_key(e.namespace_id, e.tail) not in parents and e.pinned < e.live
         }
         aged = {key_pair(key) for key, _ in self._rows.scan(Table.AGE)}
         if aged != ages:

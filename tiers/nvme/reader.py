@@ -7,11 +7,11 @@ land in order. A failure is reported only when no read is in flight into that fl
 
 import asyncio
 import logging
+from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from threading import Lock
 
 import numpy as np
@@ -21,11 +21,12 @@ from kvtier.index.words import TierId
 from kvtier.tiers.contracts import LANDED, Bytes, Fetch, Flight
 from kvtier.tiers.errors import RecordRefused, StoreCorrupt, StoreVersion
 from kvtier.tiers.nvme.blocks import block_views, page_views
-from kvtier.tiers.nvme.catalogue import Change, Place
+from kvtier.tiers.nvme.catalogue import Change
 from kvtier.tiers.nvme.core import Core
 from kvtier.tiers.nvme.record import PAGE, RecordHeader, decode_header
 from kvtier.tiers.nvme.rows import Extent
 from kvtier.tiers.nvme.segments import Segments
+from kvtier.tiers.nvme.tables import Span
 from kvtier.tiers.nvme.workers import Scratch
 
 _log = logging.getLogger(__name__)
@@ -224,20 +225,22 @@ class Reader:
         if not request.keys:
             return
         try:
-            places = self._core.catalogue.find(request.namespace, request.keys)
+            now = self._core.now()
+            spans = self._core.catalogue.find(request.namespace, request.keys, now)
         except (OSError, StoreCorrupt) as error:
             self._core.tally.failed(error)
             flight.fail_rest(error)
             return
-        self._core.tally.misses += len(request.keys) - len(places)
-        flight.fail(range(len(places), len(request.keys)))
-        if not places:
+        found = sum(span.count for span in spans)
+        self._core.tally.misses += len(request.keys) - found
+        flight.fail(range(found, len(request.keys)))
+        if not found:
             return
-        runs = cut_runs(places, request, self._threads)
+        runs = cut_runs(spans, request, self._threads)
         extents = [run.extent.id for run in runs]
         self._core.used(set(extents))
         self._core.hold(extents)
-        landing = Landing(flight, len(places))
+        landing = Landing(flight, found)
         segments, headers = self._core.segments, self._headers
         jobs = (partial(read_run, r, request, landing, segments, headers) for r in runs)
         futures = [self._core.workers.submit(job, urgent=True) for job in jobs]
@@ -299,22 +302,29 @@ class Reader:
                 del self._strikes[extent]
 
 
-def cut_runs(places: Sequence[Place], request: Fetch, threads: int) -> list[Run]:
-    """Group places that follow each other in one extent into runs, enough to busy every thread."""
-    sizes = [p.extent.pages[p.position] * PAGE for p in places]
-    target = min(RUN_BYTES, max(_MIN_RUN_BYTES, sum(sizes) // threads))
-    cuts, nbytes = [0], sizes[0]  # where runs begin; bytes of the last one
-    for i, (before, place) in enumerate(pairwise(places), start=1):
-        follows = place.extent is before.extent and place.position == before.position + 1
-        if not follows or nbytes + sizes[i] > target or i - cuts[-1] >= _RUN_BLOCKS:
-            cuts.append(i)
-            nbytes = 0
-        nbytes += sizes[i]
+def cut_runs(spans: Sequence[Span], request: Fetch, threads: int) -> list[Run]:
+    """Cut the spans into runs, enough to busy every thread, none too long for one call."""
+    target = min(RUN_BYTES, max(_MIN_RUN_BYTES, sum(map(_span_bytes, spans)) // threads))
     slots = [int(slot) for slot in request.slots]
-    return [
-        Run(places[a].extent, a, places[a].position, tuple(slots[a:b]))
-        for a, b in pairwise([*cuts, len(places)])
-    ]
+    runs: list[Run] = []
+    first = 0
+    for span in spans:
+        starts, end = span.extent.starts, span.position + span.count
+        position = span.position
+        while position < end:
+            stop = min(position + _RUN_BLOCKS, end)
+            stop = max(
+                bisect_right(starts, starts[position] + target, position, stop + 1) - 1,
+                position + 1,
+            )
+            taken = tuple(slots[first : first + stop - position])
+            runs.append(Run(span.extent, first, position, taken))
+            first, position = first + stop - position, stop
+    return runs
+
+
+def _span_bytes(span: Span) -> int:
+    return span.extent.starts[span.position + span.count] - span.extent.starts[span.position]
 
 
 def _inner(run: Run) -> range:

@@ -4,18 +4,20 @@ Every value ends in the xxh3-64 of key and value, seeded with its table, so that
 under its own key in its own table. `FORMAT.md` has the grammar.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import cached_property
 from itertools import accumulate
-from struct import Struct
+from struct import Struct, unpack_from
 
 from xxhash import xxh3_64_intdigest
 
-from kvtier.index.words import BlockKey
+from kvtier.index.words import KEY_BYTES, BlockKey
 from kvtier.tiers.errors import StoreCorrupt
 from kvtier.tiers.nvme.record import PAGE
 
 _CHECKSUM_BYTES = 8
+_FOUND_BY = 16
 
 
 class Table(IntEnum):
@@ -29,6 +31,10 @@ class Table(IntEnum):
     AGE = 5
     SEGMENTS = 6
     FREES = 7
+    USES = 8
+    PINS = 9
+    HOLDS = 10
+    DUE = 11
 
 
 def seal(table: Table, key: bytes, body: bytes) -> bytes:
@@ -39,7 +45,8 @@ def seal(table: Table, key: bytes, body: bytes) -> bytes:
 def unseal(table: Table, key: bytes, value: bytes) -> bytes:
     """The body. Raises `StoreCorrupt` if it does not belong under this key in this table."""
     body = value[:-_CHECKSUM_BYTES]
-    if seal(table, key, body) != value:
+    told = int.from_bytes(value[-_CHECKSUM_BYTES:], "little")
+    if len(value) < _CHECKSUM_BYTES or xxh3_64_intdigest(key + body, seed=table) != told:
         raise StoreCorrupt(
             f"catalogue: table {table.name.lower()}, row {key.hex()} is damaged; "
             "remove the store directory to start afresh"
@@ -48,14 +55,17 @@ def unseal(table: Table, key: bytes, value: bytes) -> bytes:
 
 
 _BLOCK = Struct("<QH")
-_EXTENT = Struct("<IQQHHHQ32s")
-_EXTENT_BLOCK = Struct("<32sI")
+_EXTENT = Struct("<IQQHHHHH32s")
+_EXPIRY = Struct("<HQ")
 _SEGMENT = Struct("<BQQ")
-_NAMESPACE = Struct("<32sQQ")
-_COUNTERS = Struct("<QQQI")
+_NAMESPACE = Struct("<32sQQQQB")
+_COUNTERS = Struct("<QQQQIQ")
+_PIN = Struct("<QQ")
 _NUMBER = Struct(">Q")
 _PAIR = Struct(">QQ")
 _PREFIX = Struct(">I")
+_HOLD = Struct(">QHQ")
+_DUE = Struct(">QBQ")
 
 
 def number_key(value: int) -> bytes:
@@ -87,15 +97,27 @@ def key_namespace(key: bytes) -> int:
 
 
 def block_row_key(namespace_id: int, key: bytes) -> bytes:
-    """Key of `blocks` and `heads`: blocks of one namespace stand together."""
-    return _PREFIX.pack(namespace_id) + key
+    """Key of `blocks` and `heads`: blocks of one namespace stand together.
+
+    Half of a block's key is enough to find it by; its extent has the whole.
+    """
+    return _PREFIX.pack(namespace_id) + key[:_FOUND_BY]
+
+
+@dataclass(frozen=True)
+class Expiry:
+    """From block `position` of its extent on, nothing is served once it is `at` (microseconds)."""
+
+    position: int
+    at: int
 
 
 @dataclass(frozen=True)
 class Extent:
     """One record as the catalogue knows it: its first `live` blocks are readable.
 
-    `pages` counts the stored pages of each block. `last_use` is microseconds of the tier's clock.
+    `names` is the blocks' keys end to end, `pages` the stored pages of each; the first `pinned`
+    blocks may not be evicted. `expiries` rise in position and fall in time.
     """
 
     id: int
@@ -104,22 +126,36 @@ class Extent:
     offset: int
     header_pages: int
     live: int
-    last_use: int
     parent: BlockKey
-    keys: tuple[BlockKey, ...]
+    names: bytes = field(repr=False)
     pages: tuple[int, ...]
+    pinned: int = 0
+    expiries: tuple[Expiry, ...] = ()
+
+    @cached_property
+    def keys(self) -> tuple[BlockKey, ...]:
+        """The key of each block."""
+        return tuple(map(self.key, range(len(self.pages))))
+
+    def key(self, position: int) -> BlockKey:
+        return BlockKey(self.names[position * KEY_BYTES : (position + 1) * KEY_BYTES])
 
     @property
     def tail(self) -> BlockKey:
         """The last live block."""
-        return self.keys[self.live - 1]
+        return self.key(self.live - 1)
 
     @property
     def nbytes(self) -> int:
         """Bytes it holds on disk now: header and live blocks."""
-        return self.end(self.live) - self.offset if self.live else 0
+        return self.end(self.live) - self.offset
 
     @property
+    def pinned_bytes(self) -> int:
+        """Bytes of it that pins hold: header and pinned blocks."""
+        return self.end(self.pinned) - self.offset
+
+    @cached_property
     def starts(self) -> tuple[int, ...]:
         """Where each block's stored bytes begin in the segment; one more entry for the end."""
         first = self.offset + PAGE * self.header_pages
@@ -129,28 +165,54 @@ class Extent:
         """Where the record ends in the segment if `live` blocks are kept (0: nothing is)."""
         return self.starts[live] if live else self.offset
 
+    def served(self, now: int) -> int:
+        """How many leading blocks its own expiries leave at `now`."""
+        gone = (expiry.position for expiry in self.expiries if expiry.at <= now)
+        return min(gone, default=self.live)
+
+    def cut(self, live: int) -> "Extent":
+        """The same with only its first `live` blocks, and no word about the others."""
+        kept = tuple(expiry for expiry in self.expiries if expiry.position < live)
+        return replace(self, live=live, pinned=min(self.pinned, live), expiries=kept)
+
     def encode(self) -> bytes:
+        count = len(self.pages)
         head = _EXTENT.pack(
             self.namespace_id,
             self.segment,
             self.offset,
             self.header_pages,
-            len(self.keys),
+            count,
             self.live,
-            self.last_use,
+            self.pinned,
+            len(self.expiries),
             self.parent,
         )
-        return head + b"".join(map(_EXTENT_BLOCK.pack, self.keys, self.pages))
+        expiries = (_EXPIRY.pack(expiry.position, expiry.at) for expiry in self.expiries)
+        return b"".join((head, self.names, Struct(f"<{count}I").pack(*self.pages), *expiries))
 
 
 def decode_extent(id: int, body: bytes) -> Extent:
-    namespace, segment, offset, header, count, live, used, parent = _EXTENT.unpack_from(body)
-    rows = list(_EXTENT_BLOCK.iter_unpack(body[_EXTENT.size :]))
-    if len(rows) != count or not 0 < live <= count:
+    space, segment, offset, header, count, live, pinned, num_expiries, parent = _EXTENT.unpack_from(
+        body
+    )
+    pages_at = _EXTENT.size + KEY_BYTES * count
+    rest = pages_at + 4 * count
+    if len(body) != rest + _EXPIRY.size * num_expiries or not pinned <= live <= count or not live:
         raise StoreCorrupt(f"catalogue: extent {id} contradicts itself; remove the store directory")
-    keys = tuple(BlockKey(key) for key, _ in rows)
-    pages = tuple(int(n) for _, n in rows)
-    return Extent(id, namespace, segment, offset, header, live, used, BlockKey(parent), keys, pages)
+    return Extent(
+        id,
+        space,
+        segment,
+        offset,
+        header,
+        live,
+        BlockKey(parent),
+        body[_EXTENT.size : pages_at],
+        unpack_from(f"<{count}I", body, pages_at),
+        pinned,
+        tuple(Expiry(*row) for row in _EXPIRY.iter_unpack(body[rest:])) if num_expiries else (),
+    )
 
 
 def encode_block(extent: int, position: int) -> bytes:
@@ -181,18 +243,28 @@ def decode_segment(body: bytes) -> SegmentRow:
 
 @dataclass
 class NamespaceRow:
-    """One namespace's digest and what the store holds of it."""
+    """One namespace's digest and what the store holds of it.
+
+    `expiries` counts the rows of that name in its extents: without any, a reader need not ask a
+    block's ancestors. `leaving`: it is being deleted, and serves nothing.
+    """
 
     digest: bytes
     blocks: int = 0
     nbytes: int = 0
+    pinned_bytes: int = 0
+    expiries: int = 0
+    leaving: bool = False
 
     def encode(self) -> bytes:
-        return _NAMESPACE.pack(self.digest, self.blocks, self.nbytes)
+        return _NAMESPACE.pack(
+            self.digest, self.blocks, self.nbytes, self.pinned_bytes, self.expiries, self.leaving
+        )
 
 
 def decode_namespace(body: bytes) -> NamespaceRow:
-    return NamespaceRow(*_NAMESPACE.unpack(body))
+    digest, blocks, nbytes, pinned, expiries, leaving = _NAMESPACE.unpack(body)
+    return NamespaceRow(digest, blocks, nbytes, pinned, expiries, bool(leaving))
 
 
 @dataclass
@@ -202,14 +274,82 @@ class Counters:
     used_bytes: int = 0
     blocks: int = 0
     extents: int = 0
-    next_namespace: int = 0
+    pinned_bytes: int = 0
+    last_namespace: int = 0
+    last_pin: int = 0
 
     def encode(self) -> bytes:
-        return _COUNTERS.pack(self.used_bytes, self.blocks, self.extents, self.next_namespace)
+        return _COUNTERS.pack(
+            self.used_bytes,
+            self.blocks,
+            self.extents,
+            self.pinned_bytes,
+            self.last_namespace,
+            self.last_pin,
+        )
 
 
 def decode_counters(body: bytes) -> Counters:
     return Counters(*_COUNTERS.unpack(body))
+
+
+@dataclass(frozen=True)
+class PinRow:
+    """A pin's number and when it ends (microseconds; 0: never)."""
+
+    id: int
+    expires_at: int
+
+    def encode(self) -> bytes:
+        return _PIN.pack(self.id, self.expires_at)
+
+
+def decode_pin(body: bytes) -> PinRow:
+    return PinRow(*_PIN.unpack(body))
+
+
+def pin_key(namespace_id: int, leaf: bytes, label: str) -> bytes:
+    """Key of `pins`: a block's pins stand together, a namespace's too."""
+    return _PREFIX.pack(namespace_id) + leaf + label.encode()
+
+
+def key_pin(key: bytes) -> tuple[int, BlockKey, str]:
+    """`(namespace, leaf, label)`."""
+    start = _PREFIX.size + KEY_BYTES
+    return (
+        key_namespace(key[: _PREFIX.size]),
+        BlockKey(key[_PREFIX.size : start]),
+        (key[start:].decode()),
+    )
+
+
+def hold_key(extent: int, blocks: int, pin: int) -> bytes:
+    """Key of `holds`: the pin that holds most of an extent is the last of its rows."""
+    return _HOLD.pack(extent, blocks, pin)
+
+
+def key_hold(key: bytes) -> tuple[int, int, int]:
+    """`(extent, leading blocks held, pin)`."""
+    extent, blocks, pin = _HOLD.unpack(key)
+    return extent, blocks, pin
+
+
+class Due(IntEnum):
+    """What a row of `due` names."""
+
+    EXTENT = 0
+    PIN = 1
+    NAMESPACE = 2
+
+
+def due_key(at: int, kind: Due, id: int) -> bytes:
+    """Key of `due`: what is to be done first stands first."""
+    return _DUE.pack(at, kind, id)
+
+
+def key_due(key: bytes) -> tuple[int, Due, int]:
+    at, kind, id = _DUE.unpack(key)
+    return at, Due(kind), id
 
 
 WHOLE_FILE = 2**64 - 1

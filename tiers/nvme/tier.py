@@ -253,7 +253,7 @@ class NvmeTier:
 
     def _count(self, namespace: bytes, keys: Sequence[BlockKey]) -> int:
         try:
-            return self._catalogue.count(namespace, keys)
+            return self._catalogue.count(namespace, keys, int(self._settings.clock() * 1e6))
         except (OSError, StoreCorrupt) as error:
             _log.warning("NVMe lookup: %s", error)
             return 0

@@ -20,7 +20,7 @@ from kvtier.index.words import ROOT_KEY, BlockKey, TierId
 from kvtier.tiers.contracts import Flight, Pool, Put
 from kvtier.tiers.errors import CapacityTooSmall, StoreCorrupt, TierFull
 from kvtier.tiers.nvme.blocks import block_views, page_views
-from kvtier.tiers.nvme.catalogue import Addition, Change, Place
+from kvtier.tiers.nvme.catalogue import Addition, Change
 from kvtier.tiers.nvme.core import Core
 from kvtier.tiers.nvme.record import (
     PAGE,
@@ -32,6 +32,7 @@ from kvtier.tiers.nvme.record import (
 )
 from kvtier.tiers.nvme.rows import Extent, Freed
 from kvtier.tiers.nvme.segments import Allocation, Segments
+from kvtier.tiers.nvme.tables import Span
 from kvtier.tiers.nvme.workers import Scratch
 
 EXTENT_BYTES = 4 << 20
@@ -40,7 +41,8 @@ EXTENT_BYTES = 4 << 20
 GROUP_BYTES = 64 << 20
 """About what one fdatasync and one commit cover."""
 
-_EXTENT_BLOCKS = 64
+_EXTENT_BLOCKS = 52
+"""More, and the extent's row in the catalogue would need pages of its own."""
 
 
 @dataclass(eq=False)
@@ -72,7 +74,7 @@ class Record:
         """Bytes on disk, header and padding included."""
         return self.header_bytes + len(self.keys) * padded(self.pool.block_bytes)
 
-    def extent(self, now: int) -> Extent:
+    def extent(self) -> Extent:
         """The catalogue's row; the namespace's number is the catalogue's to fill in."""
         pages = (padded(self.pool.block_bytes) // PAGE,) * len(self.keys)
         return Extent(
@@ -82,9 +84,8 @@ class Record:
             self.offset,
             self.header_bytes // PAGE,
             len(self.keys),
-            now,
             self.parent,
-            self.keys,
+            b"".join(self.keys),
             pages,
         )
 
@@ -158,24 +159,25 @@ class Writer:
             flight.fail_rest()
             return
         try:
-            places = core.catalogue.find(request.namespace, keys)
-            parent = [] if places else core.catalogue.find(request.namespace, [request.parent])
+            now = core.now()
+            spans = core.catalogue.find(request.namespace, keys, now)
+            parent = [] if spans else core.catalogue.find(request.namespace, [request.parent], now)
         except (OSError, StoreCorrupt) as error:
             core.tally.failed(error)
             flight.fail_rest(error)
             return
-        if places:
-            core.used({place.extent.id for place in places})
-            flight.land(range(len(places)), source=TierId.NVME)
-        start = len(places)
+        start = sum(span.count for span in spans)
+        if spans:
+            core.used({span.extent.id for span in spans})
+            flight.land(range(start), source=TierId.NVME)
         while start < len(keys) and (request.namespace, keys[start]) in self._pending:
             record, position = self._pending[request.namespace, keys[start]]
             record.riders[position].append((flight, start))
             start += 1
         if start < len(keys):
-            self._plan_new(request, flight, start, places or parent)
+            self._plan_new(request, flight, start, spans or parent)
 
-    def _plan_new(self, request: Put, flight: Flight, start: int, before: list[Place]) -> None:
+    def _plan_new(self, request: Put, flight: Flight, start: int, before: list[Span]) -> None:
         keys, size = request.keys, request.pool.block_bytes
         parent = keys[start - 1] if start else request.parent
         after = self._pending.get((request.namespace, parent), (None, 0))[0]
@@ -331,7 +333,7 @@ class Writer:
                 core.abandon(Freed(record.id, record.segment, record.offset, record.nbytes))
         now = core.now()
         change = Change(
-            additions=[Addition(record.namespace, record.extent(now)) for record in good],
+            additions=[Addition(record.namespace, record.extent(), now) for record in good],
             ends={allocation.segment: allocation.offset + allocation.length} if good else {},
             sealed=segments.sealable,
         )
