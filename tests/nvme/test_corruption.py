@@ -198,7 +198,7 @@ def test_a_catalogue_that_is_no_catalogue_is_named(tmp_path: Path) -> None:
     store = tmp_path / "s"
     filled(store, branch(3))
     (store / "catalog" / "data.mdb").write_bytes(bytes(range(256)) * 64)
-    with pytest.raises(StoreCorrupt, match="catalogue is damaged"):
+    with pytest.raises(StoreCorrupt, match="catalogue is damaged.*page 0"):
         Rig(store)
     with pytest.raises(StoreCorrupt):
         check_store(store)

@@ -17,8 +17,10 @@ import lmdb
 from kvtier.index.words import KEY_BYTES, BlockKey
 from kvtier.tiers.errors import StoreCorrupt, StoreInUse, StoreUnsupported, StoreVersion
 from kvtier.tiers.nvme.edits import Edit
+from kvtier.tiers.nvme.pages import audit_pages
 from kvtier.tiers.nvme.record import FORMAT_VERSION
 from kvtier.tiers.nvme.rows import (
+    CURE,
     Counters,
     Extent,
     Freed,
@@ -81,7 +83,7 @@ class Catalogue:
     """An open catalogue. Reads and `commit` raise `OSError` if LMDB fails (ENOSPC: it is full),
     `StoreCorrupt` at a damaged row."""
 
-    def __init__(self, environment: Any, tables: Sequence[Any], path: Path) -> None:
+    def __init__(self, environment: Any, tables: list[Any], path: Path) -> None:
         self._environment = environment
         self._tables = tables
         self._path = path
@@ -91,9 +93,12 @@ class Catalogue:
     def open(cls, path: Path, *, read_only: bool, create: bool = False) -> "Catalogue":
         """Open the catalogue in directory `path`; with `create`, an empty one if there is none.
 
-        Raises `StoreVersion` for another format, `StoreCorrupt` if it is not a catalogue,
-        `StoreInUse` if this process has it open, `StoreUnsupported` if the system refuses.
+        LMDB is let near the file only after `audit_pages`. Raises `StoreVersion` for another
+        format, `StoreCorrupt` if it is damaged, missing or no catalogue, `StoreInUse` if this
+        process has it open, `StoreUnsupported` if the system refuses.
         """
+        if not create or (path / "data.mdb").exists():
+            _audit(path)
         try:
             environment = lmdb.open(
                 str(path),
@@ -110,14 +115,12 @@ class Catalogue:
         except lmdb.Error as error:
             raise _unopened(path, error) from error
         try:
-            tables = [
-                environment.open_db(
-                    table.name.lower().encode(), dupsort=table is Table.HEADS, create=create
-                )
-                for table in Table
-            ]
-            catalogue = cls(environment, tables, path)
-            catalogue._check_version(create)
+            catalogue = cls(environment, [], path)
+            for table in Table:
+                name, dupsort = _name(table), table is Table.HEADS
+                catalogue._tables.append(environment.open_db(name, dupsort=dupsort, create=create))
+                if table is Table.META:  # first: another version may lack the others
+                    catalogue._check_version(create)
             catalogue._namespaces = {row.digest: id for id, row in catalogue.namespace_rows()}
         except lmdb.Error as error:
             environment.close()
@@ -255,6 +258,11 @@ class Catalogue:
             yield Edit(txn, self._tables)
 
 
+def _name(table: Table) -> bytes:
+    """The name of a table's LMDB database."""
+    return table.name.lower().encode()
+
+
 def _word(body: bytes | None) -> int:
     return 0 if body is None else int(_WORD.unpack(body)[0])
 
@@ -268,10 +276,21 @@ _DAMAGED = (
 )
 
 
+def _audit(path: Path) -> None:
+    data = path / "data.mdb"
+    if not data.exists():
+        raise _uncatalogued(path)
+    names = {_name(table): table is Table.HEADS for table in Table}
+    try:
+        audit_pages(data, names, map_bytes=MAP_BYTES)
+    except StoreCorrupt as error:
+        raise StoreCorrupt(f"{path.parent}: its catalogue is damaged ({error}); {CURE}") from error
+    except OSError as error:
+        raise StoreUnsupported(f"{data}: cannot be opened ({error.strerror}); mend that") from error
+
+
 def _uncatalogued(path: Path) -> StoreCorrupt:
-    return StoreCorrupt(
-        f"{path.parent}: has lost its catalogue; put it back, or remove the store directory"
-    )
+    return StoreCorrupt(f"{path.parent}: has lost its catalogue; {CURE}")
 
 
 def _unopened(path: Path, error: Any) -> Exception:
@@ -279,9 +298,7 @@ def _unopened(path: Path, error: Any) -> Exception:
     if code == errno.ENOENT or isinstance(error, lmdb.NotFoundError):
         return _uncatalogued(path)
     if isinstance(error, _DAMAGED):
-        return StoreCorrupt(
-            f"{path}: the catalogue is damaged ({error}); remove the store directory"
-        )
+        return StoreCorrupt(f"{path.parent}: its catalogue is damaged ({error}); {CURE}")
     if code == errno.ENOMEM:
         return StoreUnsupported(
             f"{path}: cannot map {MAP_BYTES >> 30} GiB of address space; raise `ulimit -v`"
@@ -297,6 +314,8 @@ def _unopened(path: Path, error: Any) -> Exception:
 def _lmdb_as_oserror() -> Iterator[None]:
     try:
         yield
+    except _DAMAGED as error:
+        raise StoreCorrupt(f"catalogue: {error}; {CURE}") from error
     except lmdb.Error as error:
         full = isinstance(error, lmdb.MapFullError) or getattr(error, "code", 0) == errno.ENOSPC
         raise OSError(errno.ENOSPC if full else errno.EIO, f"catalogue: {error}") from error

@@ -16,6 +16,9 @@ from kvtier.index.words import KEY_BYTES, BlockKey
 from kvtier.tiers.errors import StoreCorrupt
 from kvtier.tiers.nvme.record import PAGE
 
+CURE = "run `kvtier check --rebuild-catalogue` on the store"
+"""What helps against any damage to the catalogue; opening the store for writing does the same."""
+
 _CHECKSUM_BYTES = 8
 _FOUND_BY = 16
 
@@ -48,8 +51,7 @@ def unseal(table: Table, key: bytes, value: bytes) -> bytes:
     told = int.from_bytes(value[-_CHECKSUM_BYTES:], "little")
     if len(value) < _CHECKSUM_BYTES or xxh3_64_intdigest(key + body, seed=table) != told:
         raise StoreCorrupt(
-            f"catalogue: table {table.name.lower()}, row {key.hex()} is damaged; "
-            "remove the store directory to start afresh"
+            f"catalogue: table {table.name.lower()}, row {key.hex()} is damaged; {CURE}"
         )
     return body
 
@@ -199,7 +201,7 @@ def decode_extent(id: int, body: bytes) -> Extent:
     pages_at = _EXTENT.size + KEY_BYTES * count
     rest = pages_at + 4 * count
     if len(body) != rest + _EXPIRY.size * num_expiries or not pinned <= live <= count or not live:
-        raise StoreCorrupt(f"catalogue: extent {id} contradicts itself; remove the store directory")
+        raise StoreCorrupt(f"catalogue: extent {id} contradicts itself; {CURE}")
     return Extent(
         id,
         space,
