@@ -16,12 +16,16 @@ class StoreInUse(KvtierError):
 
 
 class StoreVersion(KvtierError):
-    """The store was written in a format this version does not read."""
+    """The store, or a bundle, was written in a format this version does not read."""
 
 
 class StoreCorrupt(KvtierError):
     """The store's catalogue or a record contradicts itself. Never raised for one bad block on
     the request path: that is a miss, counted and quarantined."""
+
+
+class BundleRefused(KvtierError):
+    """A file is no bundle, cannot be read or written, or stands where it may not be replaced."""
 
 
 class StoreUnsupported(KvtierError):

@@ -158,6 +158,11 @@ class NvmeTier:
     def tier(self) -> TierId:
         return TierId.NVME
 
+    @property
+    def signal(self) -> Signal:
+        """Notified whenever a flight or an answer of this tier moves on."""
+        return self._signal
+
     def lookup(self, namespace: bytes, keys: Sequence[BlockKey], tokens: Tokens) -> Answer:
         """How many leading `keys` are published. Does not count as a use."""
         answer = Answer(self._signal)
