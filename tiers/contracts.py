@@ -208,6 +208,8 @@ class Put:
 
     The caller keeps the slots unchanged until the flight is done. `checksums` (xxh3-64 of each
     block, None where the pool has none) are checked against the bytes on the way down.
+    `background`: nobody waits for it, so all others go first, and a store may refuse it for the
+    sake of the drive's life.
     """
 
     namespace: bytes
@@ -218,6 +220,7 @@ class Put:
     pool: Pool
     slots: Slots
     checksums: Checksums | None
+    background: bool = False
 
 
 class Store(Protocol):

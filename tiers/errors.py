@@ -11,6 +11,10 @@ class CapacityTooSmall(KvtierError):
     """A tier was given less room than one block takes."""
 
 
+class BudgetSpent(KvtierError):
+    """A write that nobody waits for would exceed the day's write budget. Try again tomorrow."""
+
+
 class StoreInUse(KvtierError):
     """Another process owns the store directory."""
 

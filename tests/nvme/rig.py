@@ -50,7 +50,7 @@ def branch(
 
 
 class Rig:
-    """A tier in a directory, and a pool to read into and write from."""
+    """A tier in a directory, and a pool to read into and write from. `options`: see `open`."""
 
     def __init__(
         self,
@@ -62,6 +62,7 @@ class Rig:
         geometry: Geometry = SMALL,
         read_only: bool = False,
         clock: Any = None,
+        **options: Any,
     ) -> None:
         self.path = path
         self.signal = Signal()
@@ -75,6 +76,7 @@ class Rig:
             geometry=geometry,
             read_only=read_only,
             clock=clock or self._tick,
+            **options,
         )
 
     def __enter__(self) -> "Rig":
@@ -103,6 +105,7 @@ class Rig:
         namespace: bytes = NAMESPACE,
         checksums: Checksums | None = None,
         pool: ArrayPool | None = None,
+        background: bool = False,
     ) -> Flight:
         """Start putting a branch, its bytes filled in."""
         count = len(blocks.keys)
@@ -121,6 +124,7 @@ class Rig:
                 pool,
                 slots,
                 checksums,
+                background,
             )
         )
 

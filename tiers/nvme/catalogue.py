@@ -22,11 +22,13 @@ from kvtier.tiers.nvme.record import FORMAT_VERSION
 from kvtier.tiers.nvme.rows import (
     CURE,
     Counters,
+    DayWritten,
     Extent,
     Freed,
     NamespaceRow,
     SegmentRow,
     Table,
+    decode_day_written,
     decode_namespace,
     decode_segment,
     key_namespace,
@@ -41,6 +43,7 @@ MAP_BYTES = 64 << 30
 
 _FORMAT_KEY = b"format"
 _EPOCH_KEY = b"epoch"
+_BUDGET_KEY = b"budget"
 _WORD = Struct("<Q")
 
 
@@ -66,6 +69,7 @@ class Change:
     sealed: Collection[int] = ()
     evict_bytes: int = 0
     protected: Collection[int] = ()
+    written: DayWritten | None = None
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,12 @@ class Catalogue:
         with self.reading() as rows:
             return rows.counters()
 
+    def written(self) -> DayWritten | None:
+        """What had been written on the last day that anything was; None if nothing ever was."""
+        with self.reading() as rows:
+            body = rows.get(Table.META, _BUDGET_KEY)
+        return None if body is None else decode_day_written(body)
+
     def namespace_rows(self) -> list[tuple[int, NamespaceRow]]:
         """`(number, row)` of every namespace."""
         with self.reading() as rows:
@@ -228,6 +238,8 @@ class Catalogue:
                 edit.segment(id).sealed = True
             if change.evict_bytes > 0:
                 edit.evict(change.evict_bytes, change.protected)
+            if change.written is not None:
+                edit.put(Table.META, _BUDGET_KEY, change.written.encode())
             edit.finish()
         self._namespaces.update(fresh)
         return Outcome(tuple(accepted), tuple(edit.freed), edit.num_removed, edit.totals)

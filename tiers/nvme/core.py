@@ -21,6 +21,7 @@ from functools import partial
 import aiofiles.os
 
 from kvtier.tiers.errors import StoreCorrupt
+from kvtier.tiers.nvme.budget import WriteBudget
 from kvtier.tiers.nvme.catalogue import Catalogue, Change, Outcome
 from kvtier.tiers.nvme.rows import Counters, Freed
 from kvtier.tiers.nvme.segments import Segments
@@ -40,6 +41,7 @@ class Tally:
     quarantined: int = 0
     evicted_blocks: int = 0
     refused_blocks: int = 0
+    budget_refused_blocks: int = 0
     io_errors: int = 0
     state: str = "ok"
 
@@ -66,11 +68,13 @@ class Core:
         totals: Counters,
         clock: Callable[[], float],
         tally: Tally,
+        budget: WriteBudget,
     ) -> None:
         self.catalogue = catalogue
         self.segments = segments
         self.workers = workers
         self.tally = tally
+        self.budget = budget
         self.capacity_bytes = capacity_bytes
         self.totals = totals
         self.reserved = 0
@@ -123,8 +127,11 @@ class Core:
         async with self._lock:
             cleared = await self._durable_holes()
             abandoned, uses = tuple(self._abandoned), self._uses
+            written = self.budget.unsaved
             self._uses = {}
-            change = replace(change, cleared=cleared, abandoned=abandoned, uses=uses)
+            change = replace(
+                change, cleared=cleared, abandoned=abandoned, uses=uses, written=written
+            )
             done = False
             try:
                 outcome: Outcome = await self._commit(change, executor=self._thread)
@@ -132,6 +139,8 @@ class Core:
             finally:
                 if not done:
                     self._uses = uses | self._uses
+            if written is not None:
+                self.budget.saved(written)
             self._punched = [freed for freed in self._punched if freed not in cleared]
             del self._abandoned[: len(abandoned)]
             self.reserved -= sum(freed.length for freed in abandoned)

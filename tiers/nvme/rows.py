@@ -63,6 +63,7 @@ _SEGMENT = Struct("<BQQ")
 _NAMESPACE = Struct("<32sQQQQB")
 _COUNTERS = Struct("<QQQQIQ")
 _PIN = Struct("<QQ")
+_DAY_WRITTEN = Struct("<QQ")
 _NUMBER = Struct(">Q")
 _PAIR = Struct(">QQ")
 _PREFIX = Struct(">I")
@@ -352,6 +353,21 @@ def due_key(at: int, kind: Due, id: int) -> bytes:
 def key_due(key: bytes) -> tuple[int, Due, int]:
     at, kind, id = _DUE.unpack(key)
     return at, Due(kind), id
+
+
+@dataclass(frozen=True)
+class DayWritten:
+    """Record bytes written on one UTC day; `day` counts from 1970-01-01."""
+
+    day: int
+    nbytes: int
+
+    def encode(self) -> bytes:
+        return _DAY_WRITTEN.pack(self.day, self.nbytes)
+
+
+def decode_day_written(body: bytes) -> DayWritten:
+    return DayWritten(*_DAY_WRITTEN.unpack(body))
 
 
 WHOLE_FILE = 2**64 - 1

@@ -17,6 +17,7 @@ from typing import TypeVar
 from kvtier.index.words import BlockKey, TierId, Tokens
 from kvtier.tiers.contracts import Answer, Fetch, Flight, Put, Signal
 from kvtier.tiers.errors import CapacityTooSmall, StoreCorrupt, StoreUnsupported
+from kvtier.tiers.nvme.budget import WriteBudget
 from kvtier.tiers.nvme.catalogue import Catalogue
 from kvtier.tiers.nvme.core import Core, Tally
 from kvtier.tiers.nvme.files import Files
@@ -24,7 +25,7 @@ from kvtier.tiers.nvme.lock import StoreLock
 from kvtier.tiers.nvme.reader import Reader
 from kvtier.tiers.nvme.record import PAGE
 from kvtier.tiers.nvme.recovery import prepare_directory, recover
-from kvtier.tiers.nvme.rows import Counters
+from kvtier.tiers.nvme.rows import Counters, DayWritten
 from kvtier.tiers.nvme.segments import SEGMENT_BYTES, Segments
 from kvtier.tiers.nvme.workers import Workers
 from kvtier.tiers.nvme.writer import EXTENT_BYTES, GROUP_BYTES, Writer
@@ -39,8 +40,10 @@ class NvmeStatistics:
     """What the store holds, and what happened since it was opened.
 
     `hits` and `misses` count blocks asked of `fetch`; `quarantined` blocks were forgotten because
-    they or an ancestor failed verification; `refused_blocks` of puts were not published. `state`:
-    "ok"; "full" or "failing" since a write failed, until one succeeds.
+    they or an ancestor failed verification; `refused_blocks` of puts were not published, of them
+    `budget_refused_blocks` of background puts because the day's budget is spent.
+    `written_today_bytes` (UTC) count every put, also from before the last opening. `state`: "ok";
+    "full" or "failing" since a write failed, until one succeeds.
     """
 
     blocks: int
@@ -54,6 +57,9 @@ class NvmeStatistics:
     quarantined: int
     evicted_blocks: int
     refused_blocks: int
+    budget_refused_blocks: int
+    written_today_bytes: int
+    write_budget_bytes: int
     io_errors: int
     direct: bool
     state: str
@@ -73,6 +79,7 @@ class Settings:
     """How a tier was opened."""
 
     capacity_bytes: int
+    write_budget_bytes: int
     read_only: bool
     io_threads: int
     clock: Callable[[], float]
@@ -89,6 +96,7 @@ class NvmeTier:
         segments: Segments,
         next_id: Callable[[], int],
         totals: Counters,
+        written: DayWritten | None,
         signal: Signal,
         settings: Settings,
     ) -> None:
@@ -99,6 +107,7 @@ class NvmeTier:
         self._totals = totals
         self._signal = signal
         self._settings = settings
+        self._budget = WriteBudget(settings.write_budget_bytes, written, settings.clock)
         self._tally = Tally()
         self._face = threading.Lock()
         self._closed = False
@@ -116,6 +125,7 @@ class NvmeTier:
         *,
         capacity_bytes: int,
         signal: Signal,
+        write_budget_bytes: int | None = None,
         read_only: bool = False,
         io_threads: int = 8,
         clock: Callable[[], float] = time.time,
@@ -127,6 +137,9 @@ class NvmeTier:
         `capacity_bytes` bounds everything under `segments/`, padding included; the catalogue comes
         on top (about 400 bytes a block). A store that holds more is evicted down to it first. A
         read-only tier refuses every put, and does not save last uses.
+
+        `write_budget_bytes` (None: as many as `capacity_bytes`): once that many record bytes were
+        written on a UTC day, background puts are refused until the next. All puts count.
 
         Raises `StoreInUse`, `StoreVersion`, `StoreUnsupported` (a full disk too),
         `CapacityTooSmall`, `StoreCorrupt`.
@@ -140,7 +153,10 @@ class NvmeTier:
             raise StoreUnsupported(f"{path}: there is no store here; check the path")
         if not read_only:
             prepare_directory(path)
-        settings = Settings(capacity_bytes, read_only, io_threads, clock, geometry or Geometry())
+        budget_bytes = capacity_bytes if write_budget_bytes is None else write_budget_bytes
+        settings = Settings(
+            capacity_bytes, budget_bytes, read_only, io_threads, clock, geometry or Geometry()
+        )
         lock = StoreLock(path, read_only=read_only)
         try:
             parts = _open_parts(path, files or Files(), settings)
@@ -187,7 +203,8 @@ class NvmeTier:
         """Write and publish what is not held; a block lands once a restart would find it.
 
         A block fails if its parent is not published or on its way, if its bytes do not match the
-        request's checksum, if no room can be made within the capacity, or if the drive fails.
+        request's checksum, if no room can be made within the capacity, or if the drive fails; in
+        the background also with `BudgetSpent`.
         """
         flight = Flight(len(request.keys), self._signal)
         refused = self._settings.read_only
@@ -225,6 +242,9 @@ class NvmeTier:
             quarantined=tally.quarantined,
             evicted_blocks=tally.evicted_blocks,
             refused_blocks=tally.refused_blocks,
+            budget_refused_blocks=tally.budget_refused_blocks,
+            written_today_bytes=self._budget.written_bytes,
+            write_budget_bytes=self._budget.limit_bytes,
             io_errors=tally.io_errors,
             direct=self._segments.files.direct,
             state=tally.state,
@@ -284,6 +304,7 @@ class NvmeTier:
             totals=self._totals,
             clock=settings.clock,
             tally=self._tally,
+            budget=self._budget,
         )
         self._reader = Reader(self._core, settings.io_threads)
         self._writer = Writer(
@@ -314,8 +335,11 @@ class NvmeTier:
 
 def _open_parts(
     path: Path, files: Files, settings: Settings
-) -> tuple[Catalogue, Segments, Callable[[], int], Counters]:
-    """Catalogue, segments, source of ids, totals: recovered. Raises as `open`, or `OSError`."""
+) -> tuple[Catalogue, Segments, Callable[[], int], Counters, DayWritten | None]:
+    """Catalogue, segments, source of ids, totals, what the day's budget has had: recovered.
+
+    Raises as `open`, or `OSError`.
+    """
     if not settings.read_only:
         files.probe(path / "segments")
     fresh = not settings.read_only and not any((path / "segments").glob("*.seg"))
@@ -334,7 +358,8 @@ def _open_parts(
             totals = catalogue.counters()
         else:
             totals = recover(catalogue, segments, settings.capacity_bytes)
+        written = catalogue.written()
     except BaseException:
         catalogue.close()
         raise
-    return catalogue, segments, next_id, totals
+    return catalogue, segments, next_id, totals, written

@@ -18,7 +18,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvtier.index.words import ROOT_KEY, BlockKey, TierId
 from kvtier.tiers.contracts import Flight, Pool, Put
-from kvtier.tiers.errors import CapacityTooSmall, StoreCorrupt, TierFull
+from kvtier.tiers.errors import BudgetSpent, CapacityTooSmall, StoreCorrupt, TierFull
 from kvtier.tiers.nvme.blocks import block_views, page_views
 from kvtier.tiers.nvme.catalogue import Addition, Change
 from kvtier.tiers.nvme.core import Core
@@ -60,6 +60,7 @@ class Record:
     slots: tuple[int, ...]
     expected: tuple[int, ...] | None
     riders: list[list[tuple[Flight, int]]]
+    background: bool
     checksums: tuple[int, ...] = ()
     segment: int = 0
     offset: int = 0
@@ -142,6 +143,7 @@ class Writer:
         self._extent_bytes = extent_bytes
         self._group_bytes = min(group_bytes, max(core.capacity_bytes // 4, 1))
         self._queue: deque[Record] = deque()
+        self._background: deque[Record] = deque()
         self._pending: dict[tuple[bytes, BlockKey], tuple[Record, int]] = {}
         self._wake = asyncio.Event()
         self._unsyncable: dict[int, OSError] = {}
@@ -173,6 +175,8 @@ class Writer:
         while start < len(keys) and (request.namespace, keys[start]) in self._pending:
             record, position = self._pending[request.namespace, keys[start]]
             record.riders[position].append((flight, start))
+            if not request.background:
+                self._hasten(record)
             start += 1
         if start < len(keys):
             self._plan_new(request, flight, start, spans or parent)
@@ -190,6 +194,8 @@ class Writer:
                 f"store holds {self._core.capacity_bytes}; raise its capacity"
             )
         else:
+            if not request.background:
+                self._hasten(after)
             self._cut(request, flight, start, after, before[-1].extent.id if before else 0)
             return
         self._core.tally.refused_blocks += len(keys) - start
@@ -218,13 +224,27 @@ class Writer:
                 slots=tuple(slots[a:b]),
                 expected=None if sums is None else tuple(int(s) for s in sums[a:b]),
                 riders=[[(flight, i)] for i in range(a, b)],
+                background=request.background,
             )
             self._core.anchors[record.anchor] += 1
             for position, key in enumerate(record.keys):
                 self._pending[record.namespace, key] = (record, position)
-            self._queue.append(record)
+            (self._background if record.background else self._queue).append(record)
             after = record
         self._wake.set()
+
+    def _hasten(self, record: Record | None) -> None:
+        """Somebody waits for a record now: it and its ancestors on their way are background no
+        more, neither in their turn nor for the budget."""
+        chain: list[Record] = []
+        while record is not None and record.background:
+            record.background = False
+            chain.append(record)
+            record = record.after
+        for ancestor in reversed(chain):
+            if ancestor in self._background:
+                self._background.remove(ancestor)
+                self._queue.append(ancestor)
 
     async def run(self) -> None:
         """Write groups until closed and empty."""
@@ -253,14 +273,24 @@ class Writer:
             if record.error is None:
                 self._fail(record, error)
         self._queue.clear()
+        self._background.clear()
 
     def _next_group(self) -> list[Record]:
+        """The background goes only when nobody waits for anything, and in small groups, so that who
+        comes meanwhile waits for little."""
+        group = self._group_of(self._queue, self._group_bytes)
+        return group or self._group_of(self._background, self._group_bytes // 4)
+
+    def _group_of(self, queue: deque[Record], most: int) -> list[Record]:
         group: list[Record] = []
         nbytes = 0
-        while self._queue and (not group or nbytes + self._queue[0].nbytes <= self._group_bytes):
-            record = self._queue.popleft()
+        while queue and (not group or nbytes + queue[0].nbytes <= most):
+            record = queue.popleft()
             if record.after is not None and record.after.error is not None:
                 self._fail(record, record.after.error)
+                continue
+            if record.background and not self._core.budget.allows(nbytes + record.nbytes):
+                self._fail(record, self._core.budget.refusal())
                 continue
             record.after = None if record.after not in group else record.after
             group.append(record)
@@ -304,6 +334,8 @@ class Writer:
         futures = [core.workers.submit(job, urgent=False) for job in jobs]
         for record, outcome in zip(group, await asyncio.gather(*futures), strict=True):
             record.error = outcome
+            if outcome is None:
+                core.budget.charge(record.nbytes)
 
     async def _settle(self, allocation: Allocation, group: Sequence[Record]) -> None:
         """Sync and publish what was written; land or fail every block of the group."""
@@ -376,6 +408,8 @@ class Writer:
         if isinstance(error, OSError):
             self._core.tally.failed(error)
         self._core.tally.refused_blocks += len(record.keys)
+        if isinstance(error, BudgetSpent):
+            self._core.tally.budget_refused_blocks += len(record.keys)
         self._forget(record)
         for riders in record.riders:
             for flight, block in riders:
