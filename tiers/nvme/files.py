@@ -95,6 +95,10 @@ class Files:
     def unlink(self, path: Path) -> None:
         path.unlink(missing_ok=True)
 
+    def make_directory(self, path: Path) -> None:
+        """A directory and its parents, unless they are there."""
+        path.mkdir(parents=True, exist_ok=True)
+
     def sync_directory(self, path: Path) -> None:
         """Make the names in a directory durable."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -186,8 +186,9 @@ class NvmeTier:
             )
         if read_only and not (path / "catalog").is_dir():
             raise StoreUnsupported(f"{path}: there is no store here; check the path")
+        files = files or Files()
         if not read_only:
-            prepare_directory(path)
+            prepare_directory(path, files)
         budget_bytes = capacity_bytes if write_budget_bytes is None else write_budget_bytes
         settings = Settings(
             capacity_bytes,
@@ -201,7 +202,7 @@ class NvmeTier:
         )
         lock = StoreLock(path, read_only=read_only)
         try:
-            parts = _open_parts(path, files or Files(), settings)
+            parts = _open_parts(path, files, settings)
         except OSError as error:
             lock.release()
             raise StoreUnsupported(
@@ -448,6 +449,10 @@ def _open_parts(
     fresh = not settings.read_only and not any((path / "segments").glob("*.seg"))
     catalogue = Catalogue.open(path / "catalog", read_only=settings.read_only, create=fresh)
     try:
+        if fresh:  # no record may be published while a name on the way to it can be lost
+            files.sync_directory(path / "catalog")
+            files.sync_directory(path)
+            files.sync_directory(path.parent)
         epoch = 0 if settings.read_only else catalogue.begin_epoch()
         next_id = count(epoch << 32 | 1).__next__
         segments = Segments(
