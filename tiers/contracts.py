@@ -7,7 +7,7 @@ Nothing here copies or decides. Bytes move only through a `Mover` or inside a st
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from threading import Condition, Lock
+from threading import Condition
 from typing import Protocol
 
 import numpy as np
@@ -72,8 +72,6 @@ class Flight:
         self._signal = signal
         self._open = n
         self._seen = np.zeros(n, np.bool_)
-        self._stalled = False
-        self._cancelled = False
         self._lock = Condition()
 
     def __len__(self) -> int:
@@ -83,28 +81,6 @@ class Flight:
     def done(self) -> bool:
         """True once every block has landed or failed."""
         return self._open == 0
-
-    @property
-    def stalled(self) -> bool:
-        """True if what is pending will not be known soon, because a call does not return.
-
-        Its bytes may still come: the destination of pending blocks is not free before `done`.
-        """
-        return self._stalled and not self.done
-
-    def stall(self) -> None:
-        """Tell whoever waits to go on without the pending blocks."""
-        self._stalled = True
-        self._signal.notify()
-
-    @property
-    def cancelled(self) -> bool:
-        """True if the caller has lost interest: what is not begun yet may be dropped, and fail."""
-        return self._cancelled
-
-    def cancel(self) -> None:
-        """Lose interest. The flight still ends by itself: until then its slots are in use."""
-        self._cancelled = True
 
     @property
     def unread(self) -> int:
@@ -156,23 +132,19 @@ class Flight:
             )
 
 
-@dataclass(eq=False)
+@dataclass
 class Answer:
-    """A number that a store's thread is still finding out. The first one given stands."""
+    """A number that a store's thread is still finding out."""
 
     signal: Signal
     value: int | None = field(default=None)
-    _lock: Lock = field(default_factory=Lock, repr=False)
 
     @property
     def done(self) -> bool:
         return self.value is not None
 
     def give(self, value: int) -> None:
-        with self._lock:
-            if self.value is not None:
-                return
-            self.value = value
+        self.value = value
         self.signal.notify()
 
 
@@ -228,8 +200,6 @@ class Fetch:
     """The tokens before `tokens`, from the root (a sidecar matches whole paths)."""
     pool: Pool
     slots: Slots
-    deadline: float | None = None
-    """`time.monotonic` seconds: reads not begun by then are dropped, and fail. None: no limit."""
 
 
 @dataclass(frozen=True)
@@ -240,6 +210,8 @@ class Put:
     block, None where the pool has none) are checked against the bytes on the way down.
     `background`: nobody waits for it, so all others go first, and a store may refuse it for the
     sake of the drive's life.
+    `codec`: "raw", "zstd" or "auto" instead of what the store was opened with; a store that has no
+    codecs takes no notice.
     """
 
     namespace: bytes
@@ -251,6 +223,7 @@ class Put:
     slots: Slots
     checksums: Checksums | None
     background: bool = False
+    codec: str | None = None
 
 
 class Store(Protocol):

@@ -32,12 +32,12 @@ class BundleRefused(KvtierError):
     """A file is no bundle, cannot be read or written, or stands where it may not be replaced."""
 
 
-class StoreOut(KvtierError):
-    """The store's drive is sick and left alone for now. Do without it; it comes back by itself."""
-
-
 class StoreUnsupported(KvtierError):
     """The file system cannot do what the store needs (hole punching, or any writing at all)."""
+
+
+class CodecUnknown(KvtierError):
+    """A store was asked for a codec, or for a size of elements, that it does not have."""
 
 
 class SidecarUnavailable(KvtierError):

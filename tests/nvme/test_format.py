@@ -13,21 +13,28 @@ from xxhash import xxh3_64_intdigest
 import kvtier.tiers.nvme.record as record
 from kvtier.index.words import ROOT_KEY, BlockKey, block_keys
 from kvtier.tiers.errors import RecordRefused, StoreCorrupt, StoreVersion
+from kvtier.tiers.nvme.codecs import Coder
 from kvtier.tiers.nvme.record import PAGE, RecordHeader, StoredBlock, decode_header, encode_header
 from kvtier.tiers.nvme.rows import Table, seal, unseal
 
 
+def examples() -> list[bytes]:
+    """The bytes spelt out in FORMAT.md, block by block."""
+    page = (Path(record.__file__).parent / "FORMAT.md").read_text()
+    found = []
+    for text in re.findall(r"```hex\n(.*?)```", page, re.DOTALL):
+        body = bytearray()
+        for line in text.splitlines():
+            offset, _, digits = line.partition("  ")
+            assert int(offset, 16) == len(body)
+            body += bytes.fromhex(digits)
+        found.append(bytes(body))
+    return found
+
+
 def example() -> bytes:
     """The header spelt out in FORMAT.md."""
-    page = (Path(record.__file__).parent / "FORMAT.md").read_text()
-    block = re.search(r"```hex\n(.*?)```", page, re.DOTALL)
-    assert block is not None
-    body = bytearray()
-    for line in block[1].splitlines():
-        offset, _, digits = line.partition("  ")
-        assert int(offset, 16) == len(body)
-        body += bytes.fromhex(digits)
-    return bytes(body).ljust(PAGE, b"\0")
+    return examples()[0].ljust(PAGE, b"\0")
 
 
 def make(num_blocks: int, block_tokens: int, block_bytes: int) -> RecordHeader:
@@ -59,6 +66,56 @@ def test_the_worked_example_decodes_to_what_the_page_says() -> None:
 
 def test_the_worked_example_is_what_the_encoder_writes() -> None:
     assert encode_header(decode_header(example())) == example()
+
+
+def test_the_worked_stored_bytes_decode_to_what_the_page_says() -> None:
+    i = np.arange(32)
+    alike = np.full(32, 0x3C)
+    blocks = {
+        1: np.full(64, 0x3C),
+        2: np.stack([5 * i % 256, alike], axis=1),
+        4: np.stack([5 * i % 256, (7 * i + 16) % 256, alike, alike], axis=1),
+    }
+    for (codec, wanted), stored in zip(blocks.items(), examples()[1:], strict=True):
+        assert len(stored) < wanted.size
+        out = Coder().decoded(codec, np.frombuffer(stored, np.uint8), wanted.size)
+        assert out.tolist() == wanted.ravel().tolist()
+
+
+@pytest.mark.parametrize(
+    ("codec", "stored_bytes", "sound"),
+    [
+        (0, 12292, True),
+        (0, 12291, False),
+        (0, 8192, False),
+        (1, 5, True),
+        (1, 4, False),
+        (2, 8192, True),
+        (2, 12289, False),  # as many pages as the raw block
+        (4, 17, True),
+        (4, 16, False),
+        (3, 4096, False),
+        (2**16 - 1, 4096, False),
+    ],
+)
+def test_stored_bytes_that_their_codec_cannot_have_are_refused(
+    codec: int, stored_bytes: int, sound: bool
+) -> None:
+    header = make(2, 3, 12292)
+    odd = replace(header.blocks[1], codec=codec, stored_bytes=stored_bytes)
+    header = replace(header, blocks=(header.blocks[0], odd))
+    if sound:
+        assert decode_header(encode_header(header)) == header
+    else:
+        with pytest.raises(RecordRefused):
+            decode_header(encode_header(header))
+
+
+def test_planes_that_do_not_divide_a_block_are_refused() -> None:
+    header = make(1, 3, 12290)
+    odd = replace(header.blocks[0], codec=4, stored_bytes=400)
+    with pytest.raises(RecordRefused):
+        decode_header(encode_header(replace(header, blocks=(odd,))))
 
 
 @given(
@@ -96,13 +153,6 @@ def test_another_format_version_is_named_and_refused() -> None:
     raw[8] = 3
     with pytest.raises(StoreVersion, match="format 3, this kvtier reads format 2"):
         decode_header(bytes(raw))
-
-
-def test_a_codec_this_version_does_not_know_is_refused() -> None:
-    header = make(2, 3, 10)
-    odd = replace(header, blocks=(header.blocks[0], replace(header.blocks[1], codec=9)))
-    with pytest.raises(RecordRefused):
-        decode_header(encode_header(odd))
 
 
 @pytest.mark.parametrize("odd", [b"", b"x", b"longer than a checksum"])

@@ -13,7 +13,7 @@ from pathlib import Path
 from xxhash import xxh3_64_intdigest
 
 from kvtier.index.words import ROOT_KEY
-from kvtier.tiers.errors import StoreCorrupt, StoreUnsupported, StoreVersion
+from kvtier.tiers.errors import RecordRefused, StoreCorrupt, StoreUnsupported, StoreVersion
 from kvtier.tiers.nvme.catalogue import Catalogue
 from kvtier.tiers.nvme.files import Files
 from kvtier.tiers.nvme.lock import StoreLock
@@ -231,5 +231,11 @@ class _Check:
             self._problem(f"record {extent.id:x}: {error}")
             return
         for block, offset in zip(header.blocks[: extent.live], header.offsets, strict=False):
-            if xxh3_64_intdigest(record[offset:][: block.stored_bytes].data) != block.checksum:
+            stored = record[offset : offset + block.stored_bytes]
+            try:
+                found = self._scratch.coder.decoded(block.codec, stored, header.block_bytes)
+                good = xxh3_64_intdigest(found.data) == block.checksum
+            except RecordRefused:
+                good = False
+            if not good:
                 self._problem(f"record {extent.id:x}: block {block.key.hex()} fails its checksum")

@@ -8,28 +8,28 @@ land in order. A failure is reported only when no read is in flight into that fl
 import asyncio
 import logging
 from bisect import bisect_right
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from threading import Lock
+from time import perf_counter
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from kvtier.tiers.contracts import LANDED, Fetch
+from kvtier.index.words import TierId
+from kvtier.tiers.contracts import LANDED, Bytes, Fetch, Flight, Pool
 from kvtier.tiers.errors import RecordRefused, StoreCorrupt, StoreVersion
 from kvtier.tiers.nvme.blocks import block_views, page_views
 from kvtier.tiers.nvme.catalogue import Change
 from kvtier.tiers.nvme.core import Core
-from kvtier.tiers.nvme.files import ShortRead, read_whole
-from kvtier.tiers.nvme.health import Fault
-from kvtier.tiers.nvme.landing import Landing
-from kvtier.tiers.nvme.record import PAGE, RecordHeader, decode_header
+from kvtier.tiers.nvme.pace import Meter, Pace
+from kvtier.tiers.nvme.record import PAGE, RAW, RecordHeader, decode_header, padded
 from kvtier.tiers.nvme.rows import Extent
 from kvtier.tiers.nvme.segments import Segments
 from kvtier.tiers.nvme.tables import Span
-from kvtier.tiers.nvme.watch import Call
 from kvtier.tiers.nvme.workers import Scratch
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,6 @@ _RUN_BLOCKS = 256
 
 _HEADERS_KEPT = 4096
 _STRIKES = 2
-_WITNESSES = 4
 _UNSAVED_USES = 16384
 
 
@@ -65,11 +64,6 @@ class Damage:
     extent: int
     position: int | None
     error: Exception
-
-    @property
-    def is_of_the_drive(self) -> bool:
-        """Whether it was the drive that failed."""
-        return self.position is None and isinstance(self.error, OSError)
 
 
 class HeaderCache:
@@ -94,6 +88,40 @@ class HeaderCache:
             self._headers.pop(id, None)
 
 
+class Landing:
+    """Lands a flight's blocks in order while runs finish in any order. Thread-safe.
+
+    `pace`: what was read and decoded for it so far.
+    """
+
+    def __init__(self, flight: Flight, count: int) -> None:
+        self._flight = flight
+        self._lock = Lock()
+        self._verified = np.zeros(count, np.bool_)
+        self._checksums = np.zeros(count, np.uint64)
+        self._frontier = 0
+        self.limit = count
+        self.pace = Pace()
+
+    def arrived(self, first: int, checksums: Sequence[int]) -> None:
+        """Blocks from `first` on are in their slots and verified."""
+        with self._lock:
+            last = first + len(checksums)
+            self._checksums[first:last] = checksums
+            self._verified[first:last] = True
+            start = self._frontier
+            gaps = np.flatnonzero(~self._verified[start : self.limit])
+            self._frontier = start + int(gaps[0]) if len(gaps) else max(start, self.limit)
+            fresh = np.arange(start, self._frontier)
+            if len(fresh):
+                self._flight.land(fresh, self._checksums[fresh], TierId.NVME)
+
+    def cut(self, block: int) -> None:
+        """Nothing from `block` on will land."""
+        with self._lock:
+            self.limit = min(self.limit, block)
+
+
 def read_run(
     run: Run,
     request: Fetch,
@@ -103,33 +131,19 @@ def read_run(
     scratch: Scratch,
 ) -> Damage | None:
     """Read, verify and land one run. Runs on a worker."""
-    if not landing.begin(run.first, len(run.slots)):
+    if landing.limit <= run.first:
         return None
     try:
-        damage = _try_to_read(run, request, landing, segments, headers, scratch)
-        if damage is not None:
-            skipped = 0 if damage.position is None else max(0, damage.position - run.position)
-            landing.cut(run.first + skipped)
-    finally:
-        landing.end(run.first)
-    return damage
-
-
-def _try_to_read(
-    run: Run,
-    request: Fetch,
-    landing: Landing,
-    segments: Segments,
-    headers: HeaderCache,
-    scratch: Scratch,
-) -> Damage | None:
-    try:
-        return _read_verified(run, request, landing, segments, headers, scratch)
+        damage = _read_verified(run, request, landing, segments, headers, scratch)
     except (RecordRefused, StoreVersion, FileNotFoundError) as error:
         headers.drop(run.extent.id)
-        return Damage(run.extent.id, 0, error)
+        damage = Damage(run.extent.id, 0, error)
     except OSError as error:
-        return Damage(run.extent.id, None, error)
+        damage = Damage(run.extent.id, None, error)
+    if damage is not None:
+        skipped = 0 if damage.position is None else max(0, damage.position - run.position)
+        landing.cut(run.first + skipped)
+    return damage
 
 
 def _read_verified(
@@ -140,53 +154,75 @@ def _read_verified(
     headers: HeaderCache,
     scratch: Scratch,
 ) -> Damage | None:
-    extent, count = run.extent, len(run.slots)
-    start, end = extent.starts[run.position], extent.starts[run.position + count]
-    pages = page_views(request.pool, run.slots)
-    if pages is None or sum(page.nbytes for page in pages) != end - start:
-        payload = scratch.take("payload", end - start)
-        pages = np.split(payload, [extent.starts[p] - start for p in _inner(run)])
-        bounce = True
-    else:
-        bounce = False
+    extent = run.extent
+    start = extent.starts[run.position]
+    pieces, direct = _destinations(run, request.pool, scratch)
     header = headers.get(extent.id)
+    raw = None if header else scratch.take("header", extent.header_pages * PAGE)
+    begin = perf_counter()
     with segments.opened(extent.segment) as fd:
-        if header is None:
-            raw = scratch.take("header", extent.header_pages * PAGE)
-            if run.position:
-                read_whole(segments.files, fd, [raw], extent.offset)
-                read_whole(segments.files, fd, pages, start)
-            else:  # the header stands right before the payload
-                read_whole(segments.files, fd, [raw, *pages], extent.offset)
-            header = decode_header(raw.tobytes())
-            check_identity(header, extent, request.namespace)
-            headers.keep(header)
+        if raw is not None and not run.position:  # the header stands right before the payload
+            _read_fully(segments, fd, [raw, *pieces], extent.offset)
         else:
-            read_whole(segments.files, fd, pages, start)
+            if raw is not None:
+                _read_fully(segments, fd, [raw], extent.offset)
+            _read_fully(segments, fd, pieces, start)
+    landing.pace.read(begin, perf_counter(), extent.starts[run.position + len(pieces)] - start)
+    if header is None:
+        assert raw is not None
+        header = decode_header(raw.tobytes())
+        check_identity(header, extent, request.namespace)
+        headers.keep(header)
     size = request.pool.block_bytes
     tokens = request.tokens.astype("<i4", copy=False).tobytes()
     stride = len(tokens) // len(request.keys)
     views = block_views(request.pool, run.slots)
     checksums: list[int] = []
     damage: Damage | None = None
-    for i, page in enumerate(pages):
+    for i, piece in enumerate(pieces):
         place, block = run.position + i, run.first + i
         told = tokens[block * stride : (block + 1) * stride]
         if header.block_bytes != size or header.tokens_of(place) != told:
             damage = Damage(extent.id, None, ValueError("fetch: the record holds other tokens"))
             break
-        digest = xxh3_64_intdigest(page[:size].data)
-        if digest != header.blocks[place].checksum:
-            error = RecordRefused(f"record {extent.id:x}: block {place} fails its checksum")
+        row, slot = header.blocks[place], views[i]
+        try:
+            if row.codec != RAW:
+                begin = perf_counter()
+                scratch.coder.decode(row.codec, piece[: row.stored_bytes], slot)
+                landing.pace.decoded(begin, perf_counter(), size)
+            elif not direct[i]:
+                np.copyto(slot, piece[:size])
+            digest = xxh3_64_intdigest(slot.data)
+            if digest != row.checksum:
+                raise RecordRefused("it fails its checksum")
+        except RecordRefused as refusal:
+            error = RecordRefused(f"record {extent.id:x}, block {place}: {refusal}")
             damage = Damage(extent.id, place, error)
             break
-        if bounce:
-            np.copyto(views[i], page[:size])
         checksums.append(digest)
     if damage is not None:
         landing.cut(run.first + len(checksums))
     landing.arrived(run.first, checksums)
     return damage
+
+
+def _destinations(run: Run, pool: Pool, scratch: Scratch) -> tuple[list[Bytes], list[bool]]:
+    """Where each block's pages are read to, and whether that is its slot.
+
+    Only a raw block takes as many pages as its slot. What is encoded, and what a slot does not hold
+    in whole aligned pages, goes to memory of the thread's own first.
+    """
+    slots = page_views(pool, run.slots)
+    sizes = [PAGE * n for n in run.extent.pages[run.position : run.position + len(run.slots)]]
+    direct = [slots is not None and nbytes == padded(pool.block_bytes) for nbytes in sizes]
+    ends = [*accumulate(0 if slot else n for n, slot in zip(sizes, direct, strict=True))]
+    room = scratch.take("payload", max(ends[-1], PAGE))
+    pieces = [
+        slots[i] if slots is not None and direct[i] else room[end - sizes[i] : end]
+        for i, end in enumerate(ends)
+    ]
+    return pieces, direct
 
 
 def check_identity(header: RecordHeader, extent: Extent, namespace: bytes) -> None:
@@ -206,28 +242,26 @@ def check_identity(header: RecordHeader, extent: Extent, namespace: bytes) -> No
 class Reader:
     """Serves fetches on the tier's loop."""
 
-    def __init__(self, core: Core, threads: int) -> None:
+    def __init__(self, core: Core, meter: Meter, threads: int) -> None:
         self._core = core
-        self._witnesses: deque[Extent] = deque(maxlen=_WITNESSES)
+        self._meter = meter
         self._threads = threads
         self._headers = HeaderCache()
         self._strikes: Counter[int] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self, request: Fetch, landing: Landing) -> None:
+    def start(self, request: Fetch, flight: Flight) -> None:
         """Begin a fetch. Nothing raised here reaches the caller: it fails the flight."""
-        flight = landing.flight
-        if flight.done:
+        if not request.keys:
             return
         try:
             now = self._core.now()
             spans = self._core.catalogue.find(request.namespace, request.keys, now)
         except (OSError, StoreCorrupt) as error:
-            self._core.health.count(error, Fault.CATALOGUE)
+            self._core.tally.failed(error)
             flight.fail_rest(error)
             return
         found = sum(span.count for span in spans)
-        landing.cut(found)
         self._core.tally.misses += len(request.keys) - found
         flight.fail(range(found, len(request.keys)))
         if not found:
@@ -236,14 +270,13 @@ class Reader:
         extents = [run.extent.id for run in runs]
         self._core.used(set(extents))
         self._core.hold(extents)
+        landing = Landing(flight, found)
         segments, headers = self._core.segments, self._headers
         jobs = (partial(read_run, r, request, landing, segments, headers) for r in runs)
-        futures = [self._core.workers.submit(job, Call.READ, urgent=True) for job in jobs]
-        self._keep(asyncio.create_task(self._finish(landing, runs, futures)))
-
-    def probe(self) -> None:
-        """Try what the drive could not read lately; the verdict goes to the core's health."""
-        self._keep(asyncio.create_task(self._probe()))
+        futures = [self._core.workers.submit(job, urgent=True) for job in jobs]
+        task = asyncio.create_task(self._finish(flight, landing.pace, runs, futures))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def drain(self) -> None:
         """Wait until every fetch has ended."""
@@ -252,25 +285,23 @@ class Reader:
 
     async def _finish(
         self,
-        landing: Landing,
+        flight: Flight,
+        pace: Pace,
         runs: Sequence[Run],
         futures: "Sequence[asyncio.Future[Damage | None]]",
     ) -> None:
-        core, flight, error = self._core, landing.flight, None
+        core, error = self._core, None
         outcomes = await asyncio.gather(*futures, return_exceptions=True)
         core.let_go([run.extent.id for run in runs])
+        self._meter.learn(pace)
         try:
             core.tally.hits += int(np.count_nonzero(flight.status == LANDED))
+            core.tally.read_bytes += sum(_nbytes(run) for run in runs)
             damages = []
-            for run, outcome in zip(runs, outcomes, strict=True):
-                if not landing.has_begun(run.first):
-                    continue
-                core.tally.read_bytes += _nbytes(run)
+            for outcome in outcomes:
                 if isinstance(outcome, BaseException):
                     _log.error("NVMe read broke", exc_info=outcome)
-                    continue
-                self._judge(run.extent, outcome)
-                if outcome is not None:
+                elif outcome is not None:
                     damages.append(outcome)
             if damages:
                 error = damages[0].error
@@ -279,38 +310,17 @@ class Reader:
                 await core.commit(Change())
             await core.reclaim()
         except (OSError, StoreCorrupt) as failure:
-            core.health.write_failed(failure, Fault.CATALOGUE)
+            core.tally.failed(failure)
         finally:
             flight.fail_rest(error)
-
-    def _judge(self, extent: Extent, damage: Damage | None) -> None:
-        """What a read tells about the drive."""
-        health = self._core.health
-        if damage is not None and damage.is_of_the_drive:
-            self._witnesses.append(extent)
-            health.read_failed(extent.id, damage.error)
-            return
-        health.read_worked()
-        if damage is not None and isinstance(damage.error, ShortRead):
-            health.count(damage.error)
-
-    async def _probe(self) -> None:
-        core = self._core
-        jobs = (partial(_touch, core.segments, extent) for extent in self._witnesses)
-        tried = [core.workers.submit(job, Call.READ, urgent=True) for job in jobs]
-        errors = await asyncio.gather(*tried)
-        core.health.reads_probed(None if None in errors or not errors else errors[0])
-
-    def _keep(self, task: "asyncio.Task[None]") -> None:
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _quarantine(self, damages: Sequence[Damage]) -> None:
         """Forget what is damaged and all that hangs off it; and what the drive failed twice."""
         core, rotten = self._core, []
         for damage in damages:
             _log.warning("NVMe read: %s", damage.error)
-            if damage.is_of_the_drive:
+            if isinstance(damage.error, OSError) and damage.position is None:
+                core.tally.failed(damage.error)
                 self._strikes[damage.extent] += 1
                 if self._strikes[damage.extent] >= _STRIKES:
                     rotten.append((damage.extent, 0))
@@ -349,21 +359,11 @@ def _span_bytes(span: Span) -> int:
     return span.extent.starts[span.position + span.count] - span.extent.starts[span.position]
 
 
-def _touch(segments: Segments, extent: Extent, scratch: Scratch) -> OSError | None:
-    """Whether the drive reads an extent's first page again; one that has gone says nothing bad."""
-    try:
-        with segments.opened(extent.segment) as fd:
-            segments.files.preadv(fd, [scratch.take("header", PAGE)], extent.offset)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        return error
-    return None
-
-
-def _inner(run: Run) -> range:
-    return range(run.position + 1, run.position + len(run.slots))
-
-
 def _nbytes(run: Run) -> int:
     return run.extent.starts[run.position + len(run.slots)] - run.extent.starts[run.position]
+
+
+def _read_fully(segments: Segments, fd: int, buffers: Sequence[Bytes], offset: int) -> None:
+    wanted = sum(buffer.nbytes for buffer in buffers)
+    if segments.files.preadv(fd, buffers, offset) != wanted:
+        raise RecordRefused(f"segment: ends before {offset + wanted}; the record is cut short")

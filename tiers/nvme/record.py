@@ -22,6 +22,10 @@ MAGIC = b"KVTIER\r\n"
 RAW = 0
 """Codec: the stored bytes are the block's bytes."""
 
+PLANES = (1, 2, 4)
+"""The other codecs: zstd over that many byte planes. Their stored bytes begin with a table of
+u32 lengths, one a plane, and always take fewer pages than the raw block."""
+
 _FIXED = Struct("<8sIIQQ32s32sIIIIQQ")
 _BLOCK = Struct("<32sQIHH")
 _CHECKSUM_AT = 112
@@ -160,7 +164,18 @@ def decode_header(raw: bytes) -> RecordHeader:
     header = RecordHeader(
         generation, segment, page, namespace, BlockKey(parent), block_bytes, tokens, blocks
     )
-    known = all(b.codec == RAW and b.stored_bytes == block_bytes for b in blocks)
-    if not known or header.record_bytes != record_bytes:
+    if (
+        not all(_sound(block, block_bytes) for block in blocks)
+        or header.record_bytes != record_bytes
+    ):
         raise RecordRefused("record: the header's lengths or codecs do not add up")
     return header
+
+
+def _sound(block: StoredBlock, block_bytes: int) -> bool:
+    if block.codec == RAW:
+        return block.stored_bytes == block_bytes
+    if block.codec not in PLANES or block_bytes % block.codec:
+        return False
+    shorter = padded(block.stored_bytes) < padded(block_bytes)
+    return shorter and block.stored_bytes > 4 * block.codec

@@ -9,22 +9,23 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import aiofiles.os
 import numpy as np
 
 from kvtier.tiers.contracts import Bytes
-from kvtier.tiers.nvme.daemons import DaemonExecutor
-from kvtier.tiers.nvme.watch import Call, Watch
+from kvtier.tiers.nvme.codecs import Coder
 
 T = TypeVar("T")
 
 
 class Scratch:
-    """Page-aligned memory of one thread, reused from job to job."""
+    """Page-aligned memory of one thread, reused from job to job; and its `coder`."""
 
     def __init__(self) -> None:
+        self.coder = Coder()
         self._buffers: dict[str, Bytes] = {}
 
     def take(self, name: str, nbytes: int) -> Bytes:
@@ -38,11 +39,10 @@ class Scratch:
 class Workers:
     """Up to `threads` threads. `submit` belongs to the loop's thread; so do the futures."""
 
-    def __init__(self, threads: int, loop: asyncio.AbstractEventLoop, watch: Watch) -> None:
+    def __init__(self, threads: int, loop: asyncio.AbstractEventLoop) -> None:
         self._threads = threads
         self._loop = loop
-        self._watch = watch
-        self._executor = DaemonExecutor(threads, "kvtier-nvme-io")
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="kvtier-nvme-io")
         self._lock = threading.Lock()
         self._urgent: deque[Callable[[Scratch], None]] = deque()
         self._background: deque[Callable[[Scratch], None]] = deque()
@@ -51,19 +51,13 @@ class Workers:
         self._pull_loop = aiofiles.os.wrap(self._pull)
         self._pulls: set[asyncio.Task[None]] = set()
 
-    def submit(
-        self, job: Callable[[Scratch], T], call: Call, *, urgent: bool
-    ) -> "asyncio.Future[T]":
-        """Run `job` on a worker, before all jobs that are not urgent if it is.
-
-        `call`: what the job does to the drive, for the watchdog, while it runs.
-        """
+    def submit(self, job: Callable[[Scratch], T], *, urgent: bool) -> "asyncio.Future[T]":
+        """Run `job` on a worker, before all jobs that are not urgent if it is."""
         future: asyncio.Future[T] = self._loop.create_future()
 
         def run(scratch: Scratch) -> None:
             try:
-                with self._watch.during(call):
-                    result = job(scratch)
+                result = job(scratch)
             except BaseException as error:  # noqa: BLE001 - goes to whoever awaits the job
                 self._loop.call_soon_threadsafe(_deliver, future, None, error)
             else:

@@ -1,40 +1,30 @@
 """Puts: from slots of a pool to published records, in groups.
 
-Order of a group: space reserved (evicting if need be) -> payload and header written -> fdatasync ->
-one catalogue transaction -> landed. Sync and commit of a group overlap the next group's writes;
-commits keep the order of allocation, so that a segment holds nothing unpublished before its
-published end.
+Order of a group: blocks encoded, if they are to be -> space reserved (evicting if need be) ->
+payload and header written -> fdatasync -> one catalogue transaction -> landed. Sync and commit of a
+group overlap the next group's writes; commits keep the order of allocation, so that a segment holds
+nothing unpublished before its published end.
 """
 
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
 
 from kvtier.index.words import ROOT_KEY, BlockKey, TierId
-from kvtier.tiers.contracts import PENDING, Flight, Pool, Put
+from kvtier.tiers.contracts import Flight, Put
 from kvtier.tiers.errors import BudgetSpent, CapacityTooSmall, StoreCorrupt, TierFull
-from kvtier.tiers.nvme.blocks import block_views, page_views
 from kvtier.tiers.nvme.catalogue import Addition, Change
+from kvtier.tiers.nvme.codecs import CodecPolicy
 from kvtier.tiers.nvme.core import Core
-from kvtier.tiers.nvme.files import write_whole
-from kvtier.tiers.nvme.health import Admission, Fault
-from kvtier.tiers.nvme.record import (
-    PAGE,
-    RecordHeader,
-    StoredBlock,
-    encode_header,
-    header_bytes,
-    padded,
-)
-from kvtier.tiers.nvme.rows import Extent, Freed
-from kvtier.tiers.nvme.segments import Allocation, Segments
+from kvtier.tiers.nvme.outgoing import Record, encode_record, sample_block, write_record
+from kvtier.tiers.nvme.pace import Meter
+from kvtier.tiers.nvme.record import header_bytes, padded
+from kvtier.tiers.nvme.rows import Freed
+from kvtier.tiers.nvme.segments import Allocation
 from kvtier.tiers.nvme.tables import Span
-from kvtier.tiers.nvme.watch import Call
 from kvtier.tiers.nvme.workers import Scratch
 
 EXTENT_BYTES = 4 << 20
@@ -47,117 +37,22 @@ _EXTENT_BLOCKS = 52
 """More, and the extent's row in the catalogue would need pages of its own."""
 
 
-@dataclass(eq=False)
-class Record:
-    """One extent on its way down. `riders`: per block, the flights that wait for it."""
-
-    id: int
-    namespace: bytes
-    parent: BlockKey
-    anchor: int
-    after: "Record | None"
-    keys: tuple[BlockKey, ...]
-    tokens: bytes
-    pool: Pool
-    slots: tuple[int, ...]
-    expected: tuple[int, ...] | None
-    riders: list[list[tuple[Flight, int]]]
-    background: bool
-    checksums: tuple[int, ...] = ()
-    segment: int = 0
-    offset: int = 0
-    error: Exception | None = field(default=None)
-
-    @property
-    def is_forsaken(self) -> bool:
-        """Whether the put that brought these blocks was given up before they were published.
-
-        Its slots are the caller's again, so bytes read from now on may be anything's.
-        """
-        owners = [riders[0] for riders in self.riders]
-        return any(flight.status[block] != PENDING for flight, block in owners)
-
-    @property
-    def is_unwanted(self) -> bool:
-        """Whether everyone who waits for it has cancelled."""
-        return all(flight.cancelled for riders in self.riders for flight, _ in riders)
-
-    @property
-    def header_bytes(self) -> int:
-        return header_bytes(len(self.keys), len(self.tokens) // 4 // len(self.keys))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on disk, header and padding included."""
-        return self.header_bytes + len(self.keys) * padded(self.pool.block_bytes)
-
-    def extent(self) -> Extent:
-        """The catalogue's row; the namespace's number is the catalogue's to fill in."""
-        pages = (padded(self.pool.block_bytes) // PAGE,) * len(self.keys)
-        return Extent(
-            self.id,
-            0,
-            self.segment,
-            self.offset,
-            self.header_bytes // PAGE,
-            len(self.keys),
-            self.parent,
-            b"".join(self.keys),
-            pages,
-        )
-
-
-class ChecksumMismatch(Exception):
-    """The bytes of a put are not the bytes its caller took the checksum of."""
-
-
-class Forsaken(Exception):
-    """A put was given up by its caller, or for a drive that hangs."""
-
-
-def write_record(record: Record, segments: Segments, scratch: Scratch) -> Exception | None:
-    """Verify, checksum and write one record. Runs on a worker; returns what went wrong."""
-    if record.is_forsaken:
-        return Forsaken("put: given up before it was written")
-    size = record.pool.block_bytes
-    views = block_views(record.pool, record.slots)
-    record.checksums = tuple(xxh3_64_intdigest(view.data) for view in views)
-    expected = record.expected or ()  # 0: the pool has none for that block
-    if any(told not in (0, found) for told, found in zip(expected, record.checksums, strict=False)):
-        return ChecksumMismatch("put: a block's bytes changed since its checksum was taken")
-    pages = page_views(record.pool, record.slots) if size % PAGE == 0 else None
-    if pages is None:  # padding is written as zeros: a slot's own may hold anything
-        room = scratch.take("payload", padded(size) * len(views)).reshape(len(views), -1)
-        room[:, size:] = 0
-        for row, view in zip(room, views, strict=True):
-            np.copyto(row[:size], view)
-        pages = [room.reshape(-1)]
-    header = RecordHeader(
-        record.id,
-        record.segment,
-        record.offset // PAGE,
-        record.namespace,
-        record.parent,
-        size,
-        record.tokens,
-        tuple(map(StoredBlock, record.keys, record.checksums, [size] * len(views))),
-    )
-    head = scratch.take("header", record.header_bytes)
-    head[:] = np.frombuffer(encode_header(header), np.uint8)
-    try:
-        with segments.opened(record.segment) as fd:
-            write_whole(segments.files, fd, [head, *pages], record.offset)
-    except OSError as error:
-        return error
-    return None
-
-
 class Writer:
     """Serves puts on the tier's loop."""
 
     def __init__(
-        self, core: Core, next_id: Callable[[], int], *, extent_bytes: int, group_bytes: int
+        self,
+        core: Core,
+        next_id: Callable[[], int],
+        meter: Meter,
+        policy: CodecPolicy,
+        *,
+        extent_bytes: int,
+        group_bytes: int,
     ) -> None:
+        """`policy` may be replaced, from any thread: it holds for puts from then on."""
+        self.policy = policy
+        self._meter = meter
         self._core = core
         self._next_id = next_id
         self._extent_bytes = extent_bytes
@@ -167,6 +62,7 @@ class Writer:
         self._pending: dict[tuple[bytes, BlockKey], tuple[Record, int]] = {}
         self._wake = asyncio.Event()
         self._unsyncable: dict[int, OSError] = {}
+        self._unsampled_bytes = 0
         self._closing = False
 
     def close(self) -> None:
@@ -177,7 +73,7 @@ class Writer:
     def plan(self, request: Put, flight: Flight) -> None:
         """Accept a put: land what is there, ride on what is under way, queue the rest."""
         core, keys = self._core, request.keys
-        if self._closing or flight.done:
+        if self._closing or not keys:
             flight.fail_rest()
             return
         try:
@@ -185,7 +81,7 @@ class Writer:
             spans = core.catalogue.find(request.namespace, keys, now)
             parent = [] if spans else core.catalogue.find(request.namespace, [request.parent], now)
         except (OSError, StoreCorrupt) as error:
-            core.health.count(error, Fault.CATALOGUE)
+            core.tally.failed(error)
             flight.fail_rest(error)
             return
         start = sum(span.count for span in spans)
@@ -218,7 +114,7 @@ class Writer:
                 self._hasten(after)
             self._cut(request, flight, start, after, before[-1].extent.id if before else 0)
             return
-        self._core.health.refuse(len(keys) - start)
+        self._core.tally.refused_blocks += len(keys) - start
         flight.fail(range(start, len(keys)), error)
 
     def _cut(
@@ -229,6 +125,7 @@ class Writer:
         size = padded(request.pool.block_bytes)
         count = max(1, min(self._extent_bytes // size, _EXTENT_BLOCKS))
         stride = len(request.tokens) // len(keys)
+        policy = self.policy.named(request.codec)
         for a in range(start, len(keys), count):
             b = min(a + count, len(keys))
             sums = request.checksums
@@ -243,6 +140,7 @@ class Writer:
                 pool=request.pool,
                 slots=tuple(slots[a:b]),
                 expected=None if sums is None else tuple(int(s) for s in sums[a:b]),
+                policy=policy,
                 riders=[[(flight, i)] for i in range(a, b)],
                 background=request.background,
             )
@@ -268,19 +166,12 @@ class Writer:
 
     async def run(self) -> None:
         """Write groups until closed and empty."""
-        health = self._core.health
         settling: asyncio.Task[None] | None = None
         while True:
-            waiting = bool(self._queue or self._background)
-            if settling is not None and waiting and not health.admits_all:
-                await settling  # a probe's verdict is to be its own
-                settling = None
-            admission = health.admission() if waiting else Admission.NONE
-            group = self._next_group(admission)
-            if admission is Admission.ONE:
-                await self._probe(group)
-            elif group:
-                allocation = await self._admit(group)
+            group = self._next_group()
+            if group:
+                await self._encode(group)
+                allocation = await self._admit(group) if group else None
                 if allocation is not None:
                     await self._write(allocation, group)
                     if settling is not None:
@@ -303,53 +194,51 @@ class Writer:
         self._queue.clear()
         self._background.clear()
 
-    async def _probe(self, group: list[Record]) -> None:
-        """Write the one record that tells whether the drive takes writes again."""
-        try:
-            allocation = await self._admit(group) if group else None
-            if allocation is not None:
-                await self._write(allocation, group)
-                await self._settle(allocation, group)
-        finally:
-            self._core.health.write_undecided()
+    def _next_group(self) -> list[Record]:
+        """The background goes only when nobody waits for anything, and in small groups, so that who
+        comes meanwhile waits for little."""
+        group = self._group_of(self._queue, self._group_bytes)
+        return group or self._group_of(self._background, self._group_bytes // 4)
 
-    def _next_group(self, admission: Admission) -> list[Record]:
-        """The next records to write; those that can't be any more fail on the way.
-
-        The background goes only when nobody waits for anything, and in small groups, so that who
-        comes meanwhile waits for little.
-        """
-        group = self._group_of(self._queue, self._group_bytes, admission)
-        return group or self._group_of(self._background, self._group_bytes // 4, admission)
-
-    def _group_of(self, queue: deque[Record], most: int, admission: Admission) -> list[Record]:
+    def _group_of(self, queue: deque[Record], most: int) -> list[Record]:
         group: list[Record] = []
         nbytes = 0
         while queue and (not group or nbytes + queue[0].nbytes <= most):
-            if group and admission is Admission.ONE:
-                break
             record = queue.popleft()
-            error = self._refusal(record, admission)
-            if error is None and record.background:
-                spent = not self._core.budget.allows(nbytes + record.nbytes)
-                error = self._core.budget.refusal() if spent else None
-            if error is not None:
-                self._fail(record, error)
+            if record.after is not None and record.after.error is not None:
+                self._fail(record, record.after.error)
+                continue
+            if record.background and not self._core.budget.allows(nbytes + record.nbytes):
+                self._fail(record, self._core.budget.refusal())
                 continue
             record.after = None if record.after not in group else record.after
             group.append(record)
             nbytes += record.nbytes
         return group
 
-    def _refusal(self, record: Record, admission: Admission) -> Exception | None:
-        """Why a queued record can't be written any more, or not now."""
-        if admission is Admission.NONE:
-            return self._core.health.refusal()
-        if record.after is not None and record.after.error is not None:
-            return record.after.error
-        if record.is_forsaken or record.is_unwanted:
-            return Forsaken("put: given up before it was written")
-        return None
+    async def _encode(self, group: list[Record]) -> None:
+        """Encode what is to be, so that exactly what will be stored is reserved. Records that fail
+        leave the group."""
+        submit, meter = self._core.workers.submit, self._meter
+        raw = [r for r in group if r.policy.codec == "auto" and not meter.pays(r.namespace)]
+        chosen = [r for r in group if r.policy.codec != "raw" and r not in raw]
+        for record in raw:
+            self._unsampled_bytes += record.nbytes
+            if self._unsampled_bytes > self._group_bytes or not meter.knows(record.namespace):
+                self._unsampled_bytes = 0
+                sample = await submit(partial(sample_block, record), urgent=False)
+                meter.sampled(record.namespace, sample)
+        jobs = [submit(partial(encode_record, record), urgent=False) for record in chosen]
+        for record, error in zip(chosen, await asyncio.gather(*jobs), strict=True):
+            record.error = error
+            if error is None:
+                meter.encoded(record.namespace, record.sizes, record.pool.block_bytes)
+        for record in group:
+            if record.after is not None:
+                record.error = record.error or record.after.error
+            if record.error is not None:
+                self._fail(record, record.error)
+        group[:] = [record for record in group if record.error is None]
 
     async def _admit(self, group: list[Record]) -> Allocation | None:
         """Reserve space for as many of `group` as fit; the others fail and leave it."""
@@ -357,7 +246,7 @@ class Writer:
         try:
             await core.make_room(sum(record.nbytes for record in group))
         except (OSError, StoreCorrupt) as error:
-            core.health.write_failed(error, Fault.CATALOGUE)
+            core.tally.failed(error)
         room, fit = core.room, 0
         while fit < len(group) and group[fit].nbytes <= room:
             room -= group[fit].nbytes
@@ -378,14 +267,14 @@ class Writer:
     async def _write(self, allocation: Allocation, group: Sequence[Record]) -> None:
         core, segments = self._core, self._core.segments
         prepare = partial(_attempt, partial(segments.prepare, allocation))
-        error = await core.workers.submit(prepare, Call.SPACE, urgent=True)
+        error = await core.workers.submit(prepare, urgent=True)
         if error is not None:
             segments.retire()
             for record in group:
                 record.error = error
             return
         jobs = (partial(write_record, record, segments) for record in group)
-        futures = [core.workers.submit(job, Call.WRITE, urgent=False) for job in jobs]
+        futures = [core.workers.submit(job, urgent=False) for job in jobs]
         for record, outcome in zip(group, await asyncio.gather(*futures), strict=True):
             record.error = outcome
             if outcome is None:
@@ -396,7 +285,7 @@ class Writer:
         core, segments = self._core, self._core.segments
         if any(record.error is None for record in group):
             sync = partial(_attempt, partial(segments.sync, allocation.segment))
-            error = await core.workers.submit(sync, Call.SYNC, urgent=True)
+            error = await core.workers.submit(sync, urgent=True)
             error = error or self._unsyncable.get(allocation.segment)
             if error is not None:  # what the kernel could not write it may have forgotten
                 segments.retire()
@@ -405,8 +294,6 @@ class Writer:
                     record.error = record.error or error
         segments.settled(allocation)
         for record in group:
-            if record.error is None and record.is_forsaken:
-                record.error = Forsaken("put: given up while it was being written")
             if record.error is None and record.after is not None:
                 record.error = record.after.error
         good = [record for record in group if record.error is None]
@@ -425,12 +312,10 @@ class Writer:
             ends={allocation.segment: allocation.offset + allocation.length} if good else {},
             sealed=segments.sealable,
         )
-        unpublished: Exception | None = None
         try:
             outcome = await core.commit(change)
         except (OSError, StoreCorrupt) as error:
-            unpublished = error
-            core.health.write_failed(error, Fault.CATALOGUE)
+            core.tally.failed(error)
             for record in good:
                 record.error = error
                 core.abandon(Freed(record.id, record.segment, record.offset, record.nbytes))
@@ -440,12 +325,9 @@ class Writer:
             for record, accepted in zip(good, outcome.accepted, strict=True):
                 if not accepted:
                     record.error = StoreCorrupt("put: the block's parent left the store meanwhile")
-        errors = {id(record.error): record.error for record in group}
-        failed = [e for e in errors.values() if isinstance(e, OSError) and e is not unpublished]
-        for failure in failed:
-            core.health.write_failed(failure)
-        if not failed and any(record.error is None for record in group):
-            core.health.write_worked()
+        errors = [record.error for record in group]
+        if None in errors and not any(isinstance(error, OSError) for error in errors):
+            core.tally.state = "ok"
         for record in group:
             if record.error is None:
                 self._land(record)
@@ -455,6 +337,7 @@ class Writer:
 
     def _land(self, record: Record) -> None:
         self._core.tally.written_bytes += record.nbytes
+        self._meter.published(record.sizes, record.pool.block_bytes)
         flights: dict[Flight, list[tuple[int, int]]] = {}
         for position, riders in enumerate(record.riders):
             for flight, block in riders:
@@ -466,7 +349,9 @@ class Writer:
 
     def _fail(self, record: Record, error: Exception) -> None:
         record.error = error
-        self._core.health.refuse(len(record.keys))
+        if isinstance(error, OSError):
+            self._core.tally.failed(error)
+        self._core.tally.refused_blocks += len(record.keys)
         if isinstance(error, BudgetSpent):
             self._core.tally.budget_refused_blocks += len(record.keys)
         self._forget(record)

@@ -1,1 +1,0 @@
-"""What a store keeps when its process is killed or its machine loses power."""

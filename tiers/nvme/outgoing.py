@@ -1,0 +1,180 @@
+"""One record on its way down: what it will say, what its blocks are stored as, and its write.
+
+Knows pools, codecs and the record's format; not queues, groups or the account of space. The
+functions run on a worker. The bytes in the slots do not change until the record has landed.
+"""
+
+import errno
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from kvtier.index.words import BlockKey
+from kvtier.tiers.contracts import Bytes, Flight, Pool
+from kvtier.tiers.nvme.blocks import block_views, page_views
+from kvtier.tiers.nvme.codecs import CodecPolicy
+from kvtier.tiers.nvme.pace import Sample
+from kvtier.tiers.nvme.record import (
+    PAGE,
+    RAW,
+    RecordHeader,
+    StoredBlock,
+    encode_header,
+    header_bytes,
+    padded,
+)
+from kvtier.tiers.nvme.rows import Extent
+from kvtier.tiers.nvme.segments import Segments
+from kvtier.tiers.nvme.workers import Scratch
+
+
+@dataclass(eq=False)
+class Record:
+    """One extent on its way down. `riders`: per block, the flights that wait for it.
+
+    `encoded`: per block its stored bytes, or None if it is stored raw; empty if all are.
+    `sizes`: stored bytes of each block; until it is encoded the most they may be.
+    """
+
+    id: int
+    namespace: bytes
+    parent: BlockKey
+    anchor: int
+    after: "Record | None"
+    keys: tuple[BlockKey, ...]
+    tokens: bytes
+    pool: Pool
+    slots: tuple[int, ...]
+    expected: tuple[int, ...] | None
+    policy: CodecPolicy
+    riders: list[list[tuple[Flight, int]]]
+    background: bool
+    checksums: tuple[int, ...] = ()
+    encoded: tuple[bytes | None, ...] = ()
+    sizes: tuple[int, ...] = ()
+    segment: int = 0
+    offset: int = 0
+    error: Exception | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        self.sizes = (self.pool.block_bytes,) * len(self.keys)
+
+    @property
+    def header_bytes(self) -> int:
+        return header_bytes(len(self.keys), len(self.tokens) // 4 // len(self.keys))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on disk, header and padding included."""
+        return self.header_bytes + sum(map(padded, self.sizes))
+
+    def extent(self) -> Extent:
+        """The catalogue's row; the namespace's number is the catalogue's to fill in."""
+        return Extent(
+            self.id,
+            0,
+            self.segment,
+            self.offset,
+            self.header_bytes // PAGE,
+            len(self.keys),
+            self.parent,
+            b"".join(self.keys),
+            tuple(padded(size) // PAGE for size in self.sizes),
+        )
+
+
+class ChecksumMismatch(Exception):
+    """The bytes of a put are not the bytes its caller took the checksum of."""
+
+
+def sample_block(record: Record, scratch: Scratch) -> Sample:
+    """Encode and decode the record's last block; keep nothing of it."""
+    size, planes = record.pool.block_bytes, record.policy.element_bytes
+    (block,) = block_views(record.pool, record.slots[-1:])
+    encoded = scratch.coder.encode(block, planes)
+    if encoded is None:
+        return Sample(1.0, 0.0)
+    stored = np.frombuffer(encoded, np.uint8)
+    begin = perf_counter()
+    scratch.coder.decoded(planes, stored, size)
+    return Sample(padded(size) / padded(len(encoded)), size / (perf_counter() - begin))
+
+
+def encode_record(record: Record, scratch: Scratch) -> ChecksumMismatch | None:
+    """Verify and encode the record's blocks, each where that is worthwhile. `sizes` are then what
+    will be stored."""
+    error = _take_checksums(record)
+    if error is None:
+        planes = record.policy.element_bytes
+        views = block_views(record.pool, record.slots)
+        encoded = tuple(scratch.coder.encode(view, planes) for view in views)
+        if any(each is not None for each in encoded):
+            record.encoded = encoded
+            full = record.pool.block_bytes
+            record.sizes = tuple(full if each is None else len(each) for each in encoded)
+    return error
+
+
+def write_record(record: Record, segments: Segments, scratch: Scratch) -> Exception | None:
+    """Verify, checksum and write one record; returns what went wrong."""
+    mismatch = None if record.checksums else _take_checksums(record)
+    if mismatch is not None:
+        return mismatch
+    payload = _payload(record, scratch)
+    head = scratch.take("header", record.header_bytes)
+    head[:] = np.frombuffer(encode_header(_header(record)), np.uint8)
+    record.encoded = ()
+    try:
+        with segments.opened(record.segment) as fd:
+            written = segments.files.pwritev(fd, [head, *payload], record.offset)
+    except OSError as error:
+        return error
+    if written != record.nbytes:
+        return OSError(errno.EIO, f"short write: {written} of {record.nbytes} bytes")
+    return None
+
+
+def _take_checksums(record: Record) -> ChecksumMismatch | None:
+    views = block_views(record.pool, record.slots)
+    record.checksums = tuple(xxh3_64_intdigest(view.data) for view in views)
+    expected = record.expected or ()  # 0: the pool has none for that block
+    if any(told not in (0, found) for told, found in zip(expected, record.checksums, strict=False)):
+        return ChecksumMismatch("put: a block's bytes changed since its checksum was taken")
+    return None
+
+
+def _header(record: Record) -> RecordHeader:
+    planes = record.policy.element_bytes
+    encoded = record.encoded or (None,) * len(record.keys)
+    codecs = [RAW if each is None else planes for each in encoded]
+    return RecordHeader(
+        record.id,
+        record.segment,
+        record.offset // PAGE,
+        record.namespace,
+        record.parent,
+        record.pool.block_bytes,
+        record.tokens,
+        tuple(map(StoredBlock, record.keys, record.checksums, record.sizes, codecs)),
+    )
+
+
+def _payload(record: Record, scratch: Scratch) -> list[Bytes]:
+    """The payload in page-aligned pieces: the slots themselves where they are just that."""
+    if not record.encoded and record.pool.block_bytes % PAGE == 0:
+        pages = page_views(record.pool, record.slots)
+        if pages is not None:
+            return pages
+    views = block_views(record.pool, record.slots)
+    encoded = record.encoded or (None,) * len(views)
+    room = scratch.take("payload", sum(map(padded, record.sizes)))
+    start = 0
+    for view, each in zip(views, encoded, strict=True):
+        block = view if each is None else np.frombuffer(each, np.uint8)
+        end = start + padded(len(block))
+        room[start : start + len(block)] = block
+        room[start + len(block) : end] = 0  # a slot's own padding may hold anything
+        start = end
+    return [room]
