@@ -6,6 +6,7 @@ beside what it reports. Knows nothing of what is measured.
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -86,6 +87,11 @@ def table(rows: Sequence[Sequence[object]]) -> None:
         print("  ".join(cells).rstrip())
         if number == 0:
             print("  ".join("-" * width for width in widths))
+
+
+def note(text: str) -> None:
+    """Say on standard error what is being done."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def emit(values: "dict[str, object]") -> None:

@@ -1,243 +1,250 @@
-"""The NVMe tier against the drive: verified reads into DRAM slots, synced and published writes.
+"""The NVMe tier against the drive, against its own size, and against a peer.
 
-Physics: O_DIRECT preadv/pwritev of the same number of bytes on the same directory in the same run,
-at the best of several queue depths and request sizes, into and out of the same memory. Raw writes
-end in one fdatasync. Pairs are interleaved (A B B A); each row gives the median ratio and its
-20th and 80th percentile. Ends in one JSON line.
+1. Verified reads into DRAM slots and synced, published writes, as a ratio to raw O_DIRECT I/O of
+   the same bytes on the same directory, in interleaved turns (`bench.nvme_drive`).
+2. A store of one million 4 KiB blocks, four an extent, beside one of ten thousand, each in fresh
+   processes: opening, first hit, memory, lookups, evictions (`bench.nvme_scale`).
+3. LMCache's `fs_native` adapter on the same directory, where it is installed (`bench.nvme_peer`).
 
-    python -m bench.nvme [--quick] [--directory DIR]
+The ratios in the JSON line are the smallest of their column. Ends in that line.
+
+    python -m bench.nvme [--quick] [--only PART] [--directory DIR] [--store DIR] [--peer-python EXE]
 """
 
 import argparse
-import os
-import shutil
 import tempfile
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import product
 from pathlib import Path
 
-import numpy as np
+from bench import nvme_drive, nvme_peer, nvme_scale
+from bench.harness import emit, note, table
+from bench.nvme_corpus import open_or_build, require
+from bench.nvme_drive import Candidates, Row, Side
+from bench.nvme_peer import PeerRow
+from bench.nvme_scale import Effort, Scale
 
-from bench.harness import emit, table
-from kvtier.index.words import ROOT_KEY, BlockKey, Tokens, block_keys
-from kvtier.tiers.contracts import LANDED, Bytes, Fetch, Flight, Put, Signal
-from kvtier.tiers.dram import DramSlab
-from kvtier.tiers.nvme.tier import NvmeTier
+PARTS = ("drive", "scale", "peer")
+DOCUMENT = 180 << 20
+"""One 4,096-token document of SmolLM2-135M in fp32: 256 blocks of 720 KiB."""
 
-NAMESPACE = b"bench/nvme".ljust(32, b"\0")
-BLOCK_TOKENS = 16
-DEPTHS = (2, 4, 8, 16)
-CHUNKS = (1 << 20, 4 << 20)
-
-
-@dataclass(frozen=True)
-class Branch:
-    """A prompt's blocks."""
-
-    tokens: Tokens
-    keys: tuple[BlockKey, ...]
-
-    @classmethod
-    def make(cls, seed: int, num_blocks: int) -> "Branch":
-        tokens = np.random.default_rng(seed).integers(0, 50_000, num_blocks * BLOCK_TOKENS)
-        ids = tokens.astype(np.int32)
-        return cls(ids, tuple(block_keys(NAMESPACE, ROOT_KEY, ids, BLOCK_TOKENS)))
-
-
-class Raw:
-    """Plain O_DIRECT I/O between a file and the slab's memory."""
-
-    def __init__(self, path: Path, memory: Bytes) -> None:
-        self._path = path
-        self._memory = memory
-
-    def read(self, depth: int, chunk: int) -> float:
-        """Seconds to read the whole file."""
-        return self._run(os.O_RDONLY, os.preadv, depth, chunk)
-
-    def write(self, depth: int, chunk: int) -> float:
-        """Seconds to write a new file, space reserved first, and sync it."""
-        self._path.unlink(missing_ok=True)
-        return self._run(os.O_RDWR | os.O_CREAT, os.pwritev, depth, chunk)
-
-    def _run(
-        self,
-        flags: int,
-        call: Callable[[int, Sequence[memoryview], int], int],
-        depth: int,
-        chunk: int,
-    ) -> float:
-        size = self._memory.nbytes
-        fd = os.open(self._path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o600)
-        try:
-            with ThreadPoolExecutor(depth) as pool:
-                list(pool.map(time.sleep, [0.001] * depth))  # threads exist before the clock runs
-                start = time.perf_counter()
-                if flags & os.O_CREAT:
-                    os.posix_fallocate(fd, 0, size)
-                pieces = [(at, min(chunk, size - at)) for at in range(0, size, chunk)]
-                done = pool.map(
-                    lambda piece: call(fd, [self._memory[piece[0] :][: piece[1]].data], piece[0]),
-                    pieces,
-                )
-                if sum(done) != size:
-                    raise OSError("raw I/O came up short")
-                if flags & os.O_CREAT:
-                    os.fdatasync(fd)
-                return time.perf_counter() - start
-        finally:
-            os.close(fd)
-
-
-def finish(flight: Flight, signal: Signal) -> None:
-    """Wait until every block has landed."""
-    while not flight.done:
-        ticks = signal.ticks
-        if not flight.done:
-            signal.wait(ticks, 1.0)
-    if not (flight.status == LANDED).all():
-        raise SystemExit(f"bench/nvme: blocks failed: {flight.error}")
-
-
-class Store:
-    """The tier over one slab, timed."""
-
-    def __init__(self, directory: Path, slab: DramSlab, capacity_bytes: int) -> None:
-        self._signal = Signal()
-        self._slab = slab
-        self._slots = slab.alloc(slab.num_slots)
-        self.tier = NvmeTier.open(directory, capacity_bytes=capacity_bytes, signal=self._signal)
-
-    def read(self, branch: Branch) -> float:
-        request = Fetch(
-            NAMESPACE,
-            ROOT_KEY,
-            branch.tokens,
-            branch.keys,
-            branch.tokens[:0],
-            self._slab,
-            self._slots,
-        )
-        start = time.perf_counter()
-        finish(self.tier.fetch(request), self._signal)
-        return time.perf_counter() - start
-
-    def write(self, branch: Branch) -> float:
-        request = Put(
-            NAMESPACE,
-            ROOT_KEY,
-            branch.tokens,
-            branch.keys,
-            branch.tokens[:0],
-            self._slab,
-            self._slots,
-            None,
-        )
-        start = time.perf_counter()
-        finish(self.tier.put(request), self._signal)
-        return time.perf_counter() - start
+LARGE = 1 << 30
+"""Enough that starting and ending do not count."""
 
 
 @dataclass(frozen=True)
-class Row:
-    """One block size. Ratios are ours over the drive's: median, 20th and 80th percentile. A raw
-    plan is `(threads, bytes a request)`."""
+class Plan:
+    """What is measured: block sizes; totals with the turns of each; stores; repetitions."""
 
-    block_kib: int
-    read_ratio: tuple[float, float, float]
-    write_ratio: tuple[float, float, float]
-    read_gb_s: float
-    write_gb_s: float
-    raw_read_plan: tuple[int, int]
-    raw_write_plan: tuple[int, int]
-    direct: bool
+    block_bytes: tuple[int, ...]
+    totals: tuple[tuple[int, int], ...]
+    num_blocks: tuple[int, int]
+    effort: Effort
+    peer_rounds: int
 
 
-def measure(directory: Path, block_bytes: int, total: int, pairs: int) -> Row:
-    """Ratios of one block size: our rate over the drive's."""
-    num_blocks = total // block_bytes
-    slab = DramSlab.create(num_blocks, block_bytes)
-    slab.array[:] = np.random.default_rng(1).integers(0, 256, slab.array.shape, np.uint8)
-    size = num_blocks * block_bytes
-    raw = Raw(directory / "raw", slab.array.reshape(-1)[: slab.array.size])
-    store = Store(directory / f"store-{block_bytes}", slab, size * (pairs + 4) * 2)
+FULL = Plan(
+    block_bytes=(256 << 10, 720 << 10, 2 << 20),
+    totals=((DOCUMENT, 20), (LARGE, 8)),
+    num_blocks=(1_000_000, 10_000),
+    effort=Effort(rounds=5, lookups=10_000, puts=400),
+    peer_rounds=5,
+)
+QUICK = Plan(
+    block_bytes=(720 << 10,),
+    totals=((DOCUMENT, 4),),
+    num_blocks=(20_000, 10_000),
+    effort=Effort(rounds=2, lookups=2_000, puts=100),
+    peer_rounds=3,
+)
+
+
+def run(
+    plan: Plan, parts: Sequence[str], directory: Path, store: Path | None, peer: Path | None
+) -> dict[str, object]:
+    """Measure, print a table for each part, and return the JSON line's values.
+
+    `directory` must exist; only the stores of blocks stay in it, the large one in `store` if that
+    is given, for another run.
+    A part that was not run leaves its fields None.
+    """
+    candidates = {}
+    rows: list[Row] = []
+    peers: list[PeerRow] = []
+    scales: list[Scale] = []
+    version = nvme_peer.version(peer) if peer and "peer" in parts else None
+    if "drive" in parts or version:
+        need = max(2 * total * (turns + 4) for total, turns in plan.totals)
+        require(directory, need, "the comparison with the drive")
+        nvme_drive.require_direct(directory)
+        for block_bytes in plan.block_bytes:
+            candidates[block_bytes] = _search(directory, block_bytes, plan.totals[0][0])
+    for block_bytes, plans in candidates.items():
+        for total, turns in plan.totals:
+            if "drive" in parts:
+                rows.append(nvme_drive.measure(directory, block_bytes, total, turns, plans))
+            if peer and version:
+                rounds = plan.peer_rounds
+                peers.append(nvme_peer.measure(peer, directory, block_bytes, total, rounds, plans))
+    if rows:
+        _print_rows(rows)
+    if "peer" in parts:
+        _print_peers(peers, version)
+    if "scale" in parts:
+        large, small = plan.num_blocks
+        corpora = [
+            open_or_build(store or directory / "large", large),
+            open_or_build(directory / "small", small),
+        ]
+        scales = nvme_scale.compare(corpora, plan.effort)
+        _print_scales(scales)
+    return {
+        "bench": "nvme",
+        **_drive_fields(rows),
+        **_scale_fields(scales, plan.num_blocks[0]),
+        "peer": {"version": version, "rows": [asdict(row) for row in peers]} if version else None,
+    }
+
+
+def _search(directory: Path, block_bytes: int, total: int) -> Candidates:
+    note(f"drive: searching the best raw plans at {total >> 20} MiB")
+    slab = nvme_drive.slab_of(block_bytes, total)
     try:
-        plans = list(product(DEPTHS, CHUNKS))
-        write_plan = min(plans, key=lambda plan: raw.write(*plan))
-        read_plan = min(plans, key=lambda plan: min(raw.read(*plan), raw.read(*plan)))
-        writes, reads, write_s, read_s = [], [], [], []
-        branch = Branch.make(0, num_blocks)
-        store.write(branch)
-        for i in range(1, pairs + 1):
-            branch = Branch.make(i, num_blocks)
-            write, read = partial(store.write, branch), partial(store.read, branch)
-            ours, theirs = _pair(i, write, lambda: raw.write(*write_plan))
-            writes.append(theirs / ours)
-            write_s.append(ours)
-            ours, theirs = _pair(i, read, lambda: raw.read(*read_plan))
-            reads.append(theirs / ours)
-            read_s.append(ours)
-        return Row(
-            block_kib=block_bytes >> 10,
-            read_ratio=_spread(reads),
-            write_ratio=_spread(writes),
-            read_gb_s=round(size / float(np.median(read_s)) / 1e9, 2),
-            write_gb_s=round(size / float(np.median(write_s)) / 1e9, 2),
-            raw_read_plan=read_plan,
-            raw_write_plan=write_plan,
-            direct=store.tier.statistics().direct,
-        )
+        with nvme_drive.raw_of(directory, slab) as raw:
+            return nvme_drive.search(raw)
     finally:
-        store.tier.close()
         slab.close()
-        shutil.rmtree(directory / f"store-{block_bytes}")
-        (directory / "raw").unlink(missing_ok=True)
 
 
-def _pair(turn: int, ours: Callable[[], float], theirs: Callable[[], float]) -> tuple[float, float]:
-    """Time both, in the order A B or B A by turns."""
-    if turn % 2:
-        first = ours()
-        return first, theirs()
-    second = theirs()
-    return ours(), second
+def _drive_fields(rows: Sequence[Row]) -> dict[str, object]:
+    """The worst of all rows; `rows` has each. CPU seconds are those of reads unless `write` says
+    otherwise."""
+
+    def least(values: Sequence[float]) -> float | None:
+        return min(values, default=None)
+
+    def most(values: Sequence[float]) -> float | None:
+        return max(values, default=None)
+
+    return {
+        "read_ratio": least([row.read.ratio.median for row in rows]),
+        "write_ratio": least([row.write.ratio.median for row in rows]),
+        "cpu_s_per_gib": most([row.read.cpu_s_per_gib for row in rows]),
+        "cpu_s_per_gib_raw": most([row.read.raw_cpu_s_per_gib for row in rows]),
+        "cpu_s_per_gib_write": most([row.write.cpu_s_per_gib for row in rows]),
+        "cpu_s_per_gib_write_raw": most([row.write.raw_cpu_s_per_gib for row in rows]),
+        "direct": all(row.direct for row in rows) if rows else None,
+        "rows": [asdict(row) for row in rows],
+    }
 
 
-def _spread(ratios: Sequence[float]) -> tuple[float, float, float]:
-    median, low, high = np.percentile(ratios, [50, 20, 80])
-    return round(float(median), 3), round(float(low), 3), round(float(high), 3)
+def _scale_fields(scales: Sequence[Scale], num_blocks: int) -> dict[str, object]:
+    """Fields of the large store; those that say `1m` say `20k` where it has 20,000 blocks."""
+    million, rest = divmod(num_blocks, 1_000_000)
+    size = f"{num_blocks // 1000}k" if rest else f"{million}m"
+    names = [f"open_s_{size}", f"first_hit_s_{size}"]
+    names += ["open_rss_mib", "lookup_scaling", "evict_scaling"]
+    if not scales:
+        return {**dict.fromkeys(names), "scales": []}
+    large, small = scales
+    values = (
+        large.open_s,
+        large.first_hit_s,
+        large.asked_mib,
+        large.lookup_p99_s / small.lookup_p99_s,
+        large.put_p99_s / small.put_p99_s,
+    )
+    rounded = {name: round(value, 3) for name, value in zip(names, values, strict=True)}
+    return {**rounded, "scales": [asdict(scale) for scale in scales]}
+
+
+def _print_rows(rows: Sequence[Row]) -> None:
+    heading = ["block", "total", "what", "ours/raw", "p20", "p80", "90 % interval"]
+    heading += ["GB/s", "raw GB/s", "raw plan", "CPU s/GiB", "raw CPU"]
+    lines: list[Sequence[object]] = [heading]
+    for row in rows:
+        for what, side in (("read", row.read), ("write", row.write)):
+            lines.append([f"{row.block_kib} KiB", f"{row.total_mib} MiB", what, *_cells(side)])
+    table(lines)
+    print()
+
+
+def _cells(side: Side) -> list[object]:
+    ratio, (depth, chunk) = side.ratio, side.raw_plan
+    return [
+        ratio.median,
+        ratio.p20,
+        ratio.p80,
+        f"{ratio.low:.3f}-{ratio.high:.3f}",
+        side.gb_s,
+        side.raw_gb_s,
+        f"{depth} x {chunk >> 20} MiB",
+        side.cpu_s_per_gib,
+        side.raw_cpu_s_per_gib,
+    ]
+
+
+def _print_peers(peers: Sequence[PeerRow], version: str | None) -> None:
+    if version is None:
+        print("lmcache: not installed (bench/README.md, `--peer-python`)\n")
+        return
+    heading = [f"lmcache {version} fs_native", "total", "read/raw", "GB/s", "threads"]
+    lines: list[Sequence[object]] = [[*heading, "write/raw", "GB/s", "threads"]]
+    for peer in peers:
+        lines.append(
+            [
+                f"{peer.block_kib} KiB",
+                f"{peer.total_mib} MiB",
+                *(peer.read_ratio, peer.read_gb_s, peer.read_workers),
+                *(peer.write_ratio, peer.write_gb_s, peer.write_workers),
+            ]
+        )
+    table(lines)
+    print()
+
+
+def _print_scales(scales: Sequence[Scale]) -> None:
+    large, small = scales
+
+    def line(name: str, unit: float, *, ratio: bool = False) -> list[object]:
+        a, b = getattr(large, name), getattr(small, name)
+        return [a * unit, b * unit, a / b if ratio else ""]
+
+    table(
+        [
+            ["store", f"{large.blocks:,} blocks", f"{small.blocks:,} blocks", "ratio"],
+            ["open, s", *line("open_s", 1)],
+            ["first hit after exec, s", *line("first_hit_s", 1)],
+            ["memory added by opening, MiB", *line("opened_mib", 1)],
+            ["memory added after lookups, MiB", *line("asked_mib", 1)],
+            ["  of it the process's own", *line("asked_own_mib", 1)],
+            ["  of it pages of mapped files", *line("asked_files_mib", 1)],
+            ["lookup of a prompt p50, us", *line("lookup_p50_s", 1e6, ratio=True)],
+            ["lookup of a prompt p99, us", *line("lookup_p99_s", 1e6, ratio=True)],
+            ["  nothing cached, p99, us", *line("first_pass_p99_s", 1e6, ratio=True)],
+            ["evicting put p50, ms", *line("put_p50_s", 1e3, ratio=True)],
+            ["evicting put p99, ms", *line("put_p99_s", 1e3, ratio=True)],
+            ["building, s", *line("build_s", 1)],
+            ["catalogue, bytes a block", *line("catalogue_bytes_per_block", 1)],
+            ["catalogue left in page cache", *line("cached", 1)],
+        ]
+    )
+    print()
 
 
 def main() -> None:
-    """Run, print a table, then one JSON line."""
+    """Run, print the tables, then one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="one block size, few pairs")
-    parser.add_argument("--directory", type=Path, help="where to measure (default: here)")
+    parser.add_argument("--quick", action="store_true", help="one block size, 20,000 blocks")
+    parser.add_argument("--only", choices=PARTS, help="one part of the three")
+    parser.add_argument("--directory", type=Path, default=Path(), help="where (default: here)")
+    parser.add_argument("--store", type=Path, help="keep the large store here, and use it again")
+    parser.add_argument("--peer-python", type=Path, help="the Python of LMCache's environment")
     options = parser.parse_args()
-    sizes = [720 << 10] if options.quick else [256 << 10, 720 << 10, 2 << 20]
-    pairs = 4 if options.quick else 10
-    with tempfile.TemporaryDirectory(prefix=".bench-nvme-", dir=options.directory or ".") as name:
-        rows = [measure(Path(name), size, 180 << 20, pairs) for size in sizes]
-    heading = ("block", "read/raw", "p20", "p80", "GB/s", "write/raw", "p20", "p80", "GB/s")
-    lines = [
-        (f"{r.block_kib} KiB", *r.read_ratio, r.read_gb_s, *r.write_ratio, r.write_gb_s)
-        for r in rows
-    ]
-    table([heading, *lines])
-    middle = rows[len(rows) // 2]
-    emit(
-        {
-            "bench": "nvme",
-            "read_ratio": middle.read_ratio[0],
-            "write_ratio": middle.write_ratio[0],
-            "direct": middle.direct,
-            "rows": [asdict(row) for row in rows],
-        }
-    )
+    parts = PARTS if options.only is None else (options.only,)
+    plan = QUICK if options.quick else FULL
+    with tempfile.TemporaryDirectory(prefix=".bench-nvme-", dir=options.directory) as name:
+        emit(run(plan, parts, Path(name), options.store, options.peer_python))
 
 
 if __name__ == "__main__":
