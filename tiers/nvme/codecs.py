@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import zstandard
+from xxhash import xxh3_64_intdigest
 
 from kvtier.tiers.contracts import Bytes
 from kvtier.tiers.errors import CodecUnknown, RecordRefused
-from kvtier.tiers.nvme.record import PLANES, RAW, padded
+from kvtier.tiers.nvme.record import PLANES, RAW, padded, table_bytes
 
 CODECS = ("raw", "zstd", "auto")
 """What a policy may be called. `auto`: zstd where loading it is measured to be faster."""
@@ -24,6 +25,7 @@ CODECS = ("raw", "zstd", "auto")
 WORTHWHILE = 0.95
 """A block is stored encoded if that takes at most this part of the raw block's pages."""
 
+_SUM = Struct("<Q")
 _LENGTHS = {planes: Struct(f"<{planes}I") for planes in PLANES}
 _WORDS = {planes: np.dtype(f"<u{planes}") for planes in PLANES}
 
@@ -82,9 +84,10 @@ class Coder:
             return None
         pieces = [self._shorter(plane) for plane in self._split(block, planes)]
         lengths = [len(piece) for piece in pieces]
-        if padded(4 * planes + sum(lengths)) > WORTHWHILE * padded(block.nbytes):
+        if padded(table_bytes(planes) + sum(lengths)) > WORTHWHILE * padded(block.nbytes):
             return None
-        return b"".join((_LENGTHS[planes].pack(*lengths), *pieces))
+        body = b"".join((_LENGTHS[planes].pack(*lengths), *pieces))
+        return _SUM.pack(xxh3_64_intdigest(body)) + body
 
     def decode(self, codec: int, stored: Bytes, block: Bytes) -> None:
         """Fill `block` (uint8, contiguous) from the stored bytes of a codec other than raw.
@@ -92,10 +95,12 @@ class Coder:
         The memory it takes depends on the block's size alone. Raises `RecordRefused` if they are
         not what `encode` makes of such a block; what stands in `block` then means nothing.
         """
-        if codec not in PLANES or block.nbytes % codec or len(stored) <= 4 * codec:
+        if codec not in PLANES or block.nbytes % codec or len(stored) <= table_bytes(codec):
             raise RecordRefused("block: its stored bytes are not of its codec; it is damaged")
-        size, at = block.nbytes // codec, 4 * codec
-        lengths = _LENGTHS[codec].unpack_from(stored.data)
+        if xxh3_64_intdigest(stored[_SUM.size :].data) != _SUM.unpack_from(stored.data)[0]:
+            raise RecordRefused("block: its stored bytes fail their checksum; it is damaged")
+        size, at = block.nbytes // codec, table_bytes(codec)
+        lengths = _LENGTHS[codec].unpack_from(stored.data, _SUM.size)
         if at + sum(lengths) != len(stored) or not all(0 < n <= size for n in lengths):
             raise RecordRefused("block: the lengths of its planes do not add up; it is damaged")
         planes = []

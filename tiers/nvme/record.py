@@ -23,8 +23,8 @@ RAW = 0
 """Codec: the stored bytes are the block's bytes."""
 
 PLANES = (1, 2, 4)
-"""The other codecs: zstd over that many byte planes. Their stored bytes begin with a table of
-u32 lengths, one a plane, and always take fewer pages than the raw block."""
+"""The other codecs: zstd over that many byte planes. Their stored bytes always take fewer pages
+than the raw block."""
 
 _FIXED = Struct("<8sIIQQ32s32sIIIIQQ")
 _BLOCK = Struct("<32sQIHH")
@@ -35,6 +35,11 @@ _CHECKSUM_END = 120
 def padded(nbytes: int) -> int:
     """`nbytes` rounded up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
+
+
+def table_bytes(planes: int) -> int:
+    """What stands in front of the planes: u64 checksum, u32 length of each."""
+    return 8 + 4 * planes
 
 
 @dataclass(frozen=True)
@@ -178,4 +183,4 @@ def _sound(block: StoredBlock, block_bytes: int) -> bool:
     if block.codec not in PLANES or block_bytes % block.codec:
         return False
     shorter = padded(block.stored_bytes) < padded(block_bytes)
-    return shorter and block.stored_bytes > 4 * block.codec
+    return shorter and block.stored_bytes > table_bytes(block.codec)
