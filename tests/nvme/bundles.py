@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.index.words import BlockKey
-from kvtier.tiers.nvme.bundle_export import EVERYTHING, ExportReport, Selection, export_bundle
+from kvtier.tiers.nvme.bundle_export import ExportReport, export_bundle
 from kvtier.tiers.nvme.bundle_import import ImportReport, import_bundle
+from kvtier.tiers.nvme.bundle_plan import EVERYTHING, Selection
 from tests.nvme.rig import Branch, Rig, branch, num_landed
 
 OTHER = b"o" * 32
@@ -23,29 +24,22 @@ class Tree:
     alone: Branch
     foreign: Branch
 
-    @property
-    def ours(self) -> tuple[Branch, ...]:
-        return self.trunk, self.limb, self.twig, self.alone
-
-    num_ours = 18
-    num_foreign = 3
-
-
-def tree() -> Tree:
-    trunk = branch(7)
-    limb = branch(4, 1, parent=trunk.keys[1])
-    twig = branch(2, 2, parent=limb.keys[3])
-    return Tree(trunk, limb, twig, branch(5, 3), branch(3, 4, namespace=OTHER))
+    @classmethod
+    def make(cls) -> "Tree":
+        trunk = branch(7)
+        limb = branch(4, 1, parent=trunk.keys[1])
+        twig = branch(2, 2, parent=limb.keys[3])
+        return cls(trunk, limb, twig, branch(5, 3), branch(3, 4, namespace=OTHER))
 
 
 def grown(store: Path, block_bytes: int = 5000) -> Tree:
     """A store that holds the tree."""
-    grown = tree()
+    tree = Tree.make()
     with Rig(store, block_bytes=block_bytes) as rig:
-        for part in grown.ours:
+        for part in (tree.trunk, tree.limb, tree.twig, tree.alone):
             assert num_landed(rig.put(part)) == len(part.keys)
-        assert num_landed(rig.put(grown.foreign, namespace=OTHER)) == 3
-    return grown
+        assert num_landed(rig.put(tree.foreign, namespace=OTHER)) == 3
+    return tree
 
 
 def bring(bundle: Path, rig: Rig, **options: Any) -> ImportReport:
@@ -56,11 +50,11 @@ def bring(bundle: Path, rig: Rig, **options: Any) -> ImportReport:
     return report
 
 
-def held(rig: Rig, grown: Tree) -> dict[str, int]:
+def held(rig: Rig, tree: Tree) -> dict[str, int]:
     """How many leading blocks of each branch a fetch brings, every byte compared; a branch whose
     parent is not there has none (or the store is not prefix-closed)."""
-    found = {name: rig.landed(getattr(grown, name)) for name in ("trunk", "limb", "twig", "alone")}
-    found["foreign"] = num_landed(rig.fetch(grown.foreign, namespace=OTHER))
+    found = {name: rig.landed(getattr(tree, name)) for name in ("trunk", "limb", "twig", "alone")}
+    found["foreign"] = num_landed(rig.fetch(tree.foreign, namespace=OTHER))
     assert found["limb"] == 0 or found["trunk"] >= 2
     assert found["twig"] == 0 or found["limb"] == 4
     return found

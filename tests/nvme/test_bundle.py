@@ -7,7 +7,8 @@ import pytest
 
 from kvtier.index.words import BlockKey
 from kvtier.tiers.errors import BundleRefused, StoreInUse, StoreUnsupported
-from kvtier.tiers.nvme.bundle_export import Selection, export_bundle
+from kvtier.tiers.nvme.bundle_export import export_bundle
+from kvtier.tiers.nvme.bundle_plan import Selection
 from kvtier.tiers.nvme.bundle_reader import Bundle, Record, verify_bundle
 from kvtier.tiers.nvme.check import check_store
 from kvtier.tiers.nvme.record import PAGE

@@ -29,6 +29,8 @@ from kvtier.tiers.nvme.bundle import (
 )
 from kvtier.tiers.nvme.record import MAGIC, PAGE, RecordHeader, decode_header
 
+CUT_SHORT = "record: the bundle ends before its blocks do"
+
 _LENGTH = Struct("<I")
 _LENGTH_AT = 12
 
@@ -107,6 +109,15 @@ class Bundle:
                 lost = False
                 offset += record.header.record_bytes
 
+    def num_present(self, record: Record) -> int:
+        """How many leading blocks of a record the file is long enough for."""
+        header = record.header
+        ends = (
+            record.offset + offset + block.stored_bytes
+            for offset, block in zip(header.offsets, header.blocks, strict=True)
+        )
+        return sum(end <= self.nbytes for end in ends)
+
     def read_block(self, record: Record, position: int, out: Bytes) -> None:
         """The decoded bytes of one block into `out`, uint8 [block_bytes], verified.
 
@@ -115,7 +126,7 @@ class Bundle:
         header = record.header
         block, offset = header.blocks[position], record.offset + header.offsets[position]
         if offset + block.stored_bytes > self.nbytes:
-            raise RecordRefused("record: the bundle ends before its blocks do")
+            raise RecordRefused(CUT_SHORT)
         try:
             count = os.preadv(self._fd, [out.data], offset)
         except OSError as error:
@@ -321,11 +332,14 @@ def verify_bundle(
 
 def num_sound(bundle: Bundle, record: Record, problems: Problems) -> int:
     """How many leading blocks of a record are sound."""
-    out = np.empty(record.header.block_bytes, np.uint8)
-    for position in range(len(record.header.blocks)):
+    header, present = record.header, bundle.num_present(record)
+    out = np.empty(header.block_bytes if present else 0, np.uint8)
+    for position in range(present):
         try:
             bundle.read_block(record, position, out)
         except RecordRefused as error:
-            problems.add(f"page {record.header.page}: {error}")
+            problems.add(f"page {header.page}: {error}")
             return position
-    return len(record.header.blocks)
+    if present < len(header.blocks):
+        problems.add(f"page {header.page}: {CUT_SHORT}")
+    return present
