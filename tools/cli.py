@@ -147,6 +147,74 @@ def stats(
     run_stats(store, socket, as_json=as_json)
 
 
+@app.command("export")
+def export_to_bundle(
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="Directory of the store.")],
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="The file to make.")],
+    namespace: options.Namespaces = None,
+    prefix: Annotated[
+        list[str] | None,
+        typer.Option("--prefix", metavar="KEY", help="A path, by the key of its last block."),
+    ] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option("--label", metavar="LABEL", help="All paths pinned under this label."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace BUNDLE if it is there.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Write a store's blocks to one file, to carry them elsewhere.
+
+    Verifies every block. Safe to stop and to run again. Exit code 1 if anything was left out.
+    """
+    from kvtier.tools.bundles import run_export
+
+    complete = run_export(
+        store,
+        bundle,
+        namespaces=namespace or (),
+        prefixes=prefix or (),
+        labels=label or (),
+        force=force,
+        as_json=as_json,
+    )
+    if not complete:
+        raise typer.Exit(1)
+
+
+@app.command("import")
+def import_from_bundle(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A file made by export.")],
+    store: Annotated[
+        Path, typer.Argument(metavar="STORE", help="Directory of the store, made if not there.")
+    ],
+    nvme: options.Nvme = "64GiB",
+    namespace: options.Namespaces = None,
+    as_json: options.Json = False,
+) -> None:
+    """Put a bundle's blocks into a store that no process owns now.
+
+    Verifies every block. Safe to stop and to run again. Exit code 1 if anything was left out.
+    """
+    from kvtier.tools.bundles import run_import
+
+    size = parse_size(nvme, "--nvme")
+    if not run_import(bundle, store, size, namespaces=namespace or (), as_json=as_json):
+        raise typer.Exit(1)
+
+
+@app.command()
+def bundle_info(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A file made by export.")],
+    as_json: options.Json = False,
+) -> None:
+    """Verify a bundle and show what it holds. Exit code 1 if anything is wrong with it."""
+    from kvtier.tools.bundles import run_bundle_info
+
+    if not run_bundle_info(bundle, as_json=as_json):
+        raise typer.Exit(1)
+
+
 @app.command()
 def demo(
     model: Annotated[

@@ -24,6 +24,10 @@ Socket = Annotated[
 Hbm = Annotated[str, typer.Option("--hbm", metavar="SIZE", help="Room for KV in the fast tier.")]
 Dram = Annotated[str, typer.Option("--dram", metavar="SIZE", help="Room for KV in host memory.")]
 Nvme = Annotated[str, typer.Option("--nvme", metavar="SIZE", help="Room for KV in the store.")]
+Namespaces = Annotated[
+    list[str] | None,
+    typer.Option("--namespace", metavar="HEX", help="Only these namespaces (default: all)."),
+]
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Compute threads (default: torch's choice).")
 ]

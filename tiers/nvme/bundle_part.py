@@ -64,7 +64,7 @@ class Part:
         trace: TracebackType | None,
     ) -> None:
         if self._old is not None:
-            self._old.__exit__()
+            self._old.close()
         self._files.close(self._fd)
 
     def resume(
