@@ -286,6 +286,11 @@ class RadixIndex:
         self._table.require_live(ids)
         self._table.add_pins(col, ids, 1)
 
+    def is_pinned(self, col: int, ids: BlockIds) -> npt.NDArray[np.bool_]:
+        """Which of `ids` somebody pins in `col`."""
+        pinned: npt.NDArray[np.bool_] = self._table.pins[col, ids] > 0
+        return pinned
+
     def unpin(self, col: int, ids: BlockIds) -> None:
         """Undo one `pin` of each. Blocks that nothing else knows are forgotten."""
         unpinned = self._table.pins[col, ids] == 0

@@ -232,12 +232,11 @@ class TieredCache:
                 return
             lease.released = True
             self._leases.pop(lease.id, None)
-            lease.load.settle()
-            self._hits.update(lease.sources)
             committed, lease.committed = lease.committed, lease.committed[:0]
             private, lease.private = lease.private, lease.private[:0]
             self._index.unpin(0, committed)
             lease.load.close()
+            self._hits.update(lease.sources)
             self._ledger.free(0, private)
             self._advance()
 

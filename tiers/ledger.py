@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvtier.index.radix import RadixIndex
 from kvtier.index.words import BlockIds, BlockKey, Residency, Slots, TierId
-from kvtier.tiers.contracts import Fetch, Pool, Put, Store
+from kvtier.tiers.contracts import PENDING, Fetch, Pool, Put, Store
 from kvtier.tiers.guard import SlotBook, SlotUse
 from kvtier.tiers.mover import Mover
 from kvtier.tiers.moves import Doubt, Mask, Move, TailCopy, branch_runs
@@ -124,6 +124,26 @@ class Ledger:
                 Fetch(namespace, parent, tokens, keys, prefix, self.pools[col], slots)
             )
         self._moves.append(Move(flight, ids, below, col, slots, arrived))
+
+    def is_stalled(self, ids: BlockIds) -> Mask:
+        """Which blocks are being filled by a copy that does not come on.
+
+        Their slots are in use until it has returned, and nobody should wait for them.
+        """
+        stalled = np.zeros(len(ids), np.bool_)
+        for move in self._moves:
+            if move.slots is not None and move.flight.stalled:
+                stalled |= np.isin(ids, move.ids[move.flight.status == PENDING])
+        return stalled
+
+    def call_off(self, ids: BlockIds) -> None:
+        """One who wanted these blocks has gone: fetches for nobody else may end early."""
+        for move in self._moves:
+            if move.src != self.store_col or not np.isin(move.ids, ids).any():
+                continue
+            pending = move.ids[move.flight.status == PENDING]
+            if not any(self.index.is_pinned(col, pending).any() for col in range(self.store_col)):
+                move.flight.cancel()
 
     def made(self, ids: BlockIds, slots: Slots) -> None:
         """Blocks that compute (or a sidecar's client) has filled become RESIDENT on top."""
@@ -361,7 +381,7 @@ class Ledger:
     def is_quiet(self, col: int) -> bool:
         """Nothing moves in pool `col` or below: room there will come only if someone lets go."""
         return not (
-            any(move.src >= col or move.dst >= col for move in self._moves)
+            any(m.src >= col or m.dst >= col for m in self._moves if not m.flight.stalled)
             or any(doubt.col >= col for doubt in self._doubts)
             or any(where >= col for where, _ in self._limbo)
             or any(where >= col for where, _ in self._draining)

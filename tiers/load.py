@@ -94,8 +94,11 @@ class Load:
 
     def close(self) -> None:
         """Settle, and drop the pins. `sources` stays, for the record."""
+        left_early, wanted = not self._ended, self.ids
         self.settle()
         self._index.unpin(self._home, self.ids)
+        if left_early:
+            self._ledger.call_off(wanted)
         self.ids = self.ids[:0]
 
     # ---- inside ----------------------------------------------------------------------------------
@@ -186,6 +189,8 @@ class Load:
         if self.arrived == len(self.ids):
             return True
         block = self.ids[self.arrived : self.arrived + 1]
+        if self._ledger.is_stalled(block)[0]:
+            return True  # the store's drive hangs; the request can compute meanwhile
         if not self._lacking(self._col, block)[0]:
             return False
         if not self._cols:

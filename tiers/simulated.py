@@ -278,6 +278,7 @@ class SimStore:
         self._streams = 0
         self._answers: list[Answer] = []
         self._flights: list[Flight] = []
+        self._fetches: list[Flight] = []
         self._closed = False
 
     def __len__(self) -> int:
@@ -301,6 +302,7 @@ class SimStore:
 
     def fetch(self, request: Fetch) -> Flight:
         flight, stream = self._open(len(request.keys))
+        self._fetches = [f for f in self._fetches if not f.done] + [flight]
         for block, (key, slot) in enumerate(zip(request.keys, request.slots.tolist(), strict=True)):
             target = rows(request.pool, slot, 1)[0]
             self._device.spoil((request.pool, slot))
@@ -322,6 +324,14 @@ class SimStore:
                 reads=[(request.pool, slot)],
             )
         return flight
+
+    def hang(self) -> None:
+        """As a drive that does not answer any more: lookups give 0, fetches stall and land late."""
+        for answer in self._answers:
+            answer.give(0)
+        for flight in self._fetches:
+            if not flight.done:
+                flight.stall()
 
     def close(self) -> None:
         """Fail what is in flight and answer 0 to what was asked."""
@@ -374,7 +384,8 @@ class SimStore:
             kept = self._kept.get((request.namespace, key))
             behind_a_gap = block > 0 and flight.status[block - 1] != LANDED
             name = f"fetch {key.hex()}"
-            if self._closed or kept is None or behind_a_gap or self._device.faults(name):
+            over = self._closed or flight.cancelled or behind_a_gap
+            if over or kept is None or self._device.faults(name):
                 flight.fail([block], FaultInjected(name))
                 return
             target[:] = kept.data

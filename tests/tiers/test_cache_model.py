@@ -181,6 +181,12 @@ class CacheMachine(RuleBasedStateMachine):
         if self.store is not None and keys:
             self.store.forget(namespace, keys[self.device.choose(len(keys))])
 
+    @rule()
+    def hang(self) -> None:
+        """The store's drive stops answering; what is being read comes late."""
+        if self.store is not None:
+            self.store.hang()
+
     @invariant()
     def every_slot_is_accounted_for_and_every_byte_is_right(self) -> None:
         if not hasattr(self, "rig"):

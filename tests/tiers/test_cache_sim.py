@@ -493,3 +493,70 @@ def test_a_flush_believes_the_store_and_not_old_hints(rig: SimRig) -> None:
     assert (ticket.blocks, ticket.failed) == (5, False)
     assert all(rig.store.holds(NAMESPACE, key) for key in keys_of(tokens))
     rig.settle()
+
+
+def test_a_load_ends_at_once_when_its_store_hangs_and_late_bytes_go_where_they_belong(
+    rig: SimRig,
+) -> None:
+    rig.in_store_only(6)
+    lease = rig.cache.acquire(NAMESPACE, doc(1, 6))
+    rig.store.hang()
+    assert lease.ticket.done()
+    assert lease.landed_blocks == 0
+    second = rig.cache.acquire(NAMESPACE, doc(1, 6))
+    assert second.ticket.done()  # it does not wait for what hangs already
+    assert rig.cache.statistics().pools[1].filling == 6
+    assert rig.cache.commit(second, doc(1, 0)) == 0
+    assert rig.compute(lease, doc(1, 6)) == 6
+    for each in (lease, second):
+        rig.cache.release(each)
+    rig.device.run_all()  # now the bytes arrive
+    rig.settle()
+    assert rig.cache.statistics().pools[1].resident == 6
+    assert rig.visit(doc(1, 6)) == 6
+    rig.settle()
+
+
+def test_room_that_a_hung_fetch_holds_is_not_waited_for() -> None:
+    rig = SimRig.make(hbm=4, dram=None)
+    rig.visit(doc(1, 4))
+    assert rig.cache.flush(NAMESPACE, doc(1, 4)).wait(rig.cache.clock() + 100)
+    rig.cache.shed(TierId.HBM, rig.cache.clock() + 100)
+    before = rig.cache.clock()
+    lease = rig.cache.acquire(NAMESPACE, doc(1, 4))
+    rig.store.hang()
+    with pytest.raises(TierFull):
+        rig.cache.extend(lease, 4, deadline=before + 100)
+    assert rig.cache.clock() == before
+    rig.cache.release(lease)
+    rig.device.run_all()
+    rig.settle()
+    assert rig.visit(doc(1, 4)) == 4
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_request_that_goes_calls_off_the_reads_that_nobody_else_waits_for(
+    rig: SimRig, shared: bool
+) -> None:
+    rig.in_store_only(6)
+    lease = rig.cache.acquire(NAMESPACE, doc(1, 6))
+    other = rig.cache.acquire(NAMESPACE, doc(1, 6)) if shared else None
+    rig.cache.release(lease)
+    rig.device.run_all()
+    rig.settle()
+    assert rig.cache.statistics().pools[1].resident == (6 if shared else 0)
+    if other is not None:
+        assert other.landed_blocks == 6
+        rig.cache.release(other)
+    assert rig.visit(doc(1, 6)) == 6
+    rig.settle()
+
+
+def test_a_request_that_only_stops_waiting_lets_the_rest_land(rig: SimRig) -> None:
+    rig.in_store_only(6)
+    lease = rig.cache.acquire(NAMESPACE, doc(1, 6))
+    lease.ticket.settle()
+    rig.cache.release(lease)
+    rig.device.run_all()
+    rig.settle()
+    assert rig.cache.statistics().pools[1].resident == 6
