@@ -7,7 +7,7 @@ Nothing here copies or decides. Bytes move only through a `Mover` or inside a st
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from threading import Condition
+from threading import Condition, Lock
 from typing import Protocol
 
 import numpy as np
@@ -72,6 +72,8 @@ class Flight:
         self._signal = signal
         self._open = n
         self._seen = np.zeros(n, np.bool_)
+        self._stalled = False
+        self._cancelled = False
         self._lock = Condition()
 
     def __len__(self) -> int:
@@ -81,6 +83,28 @@ class Flight:
     def done(self) -> bool:
         """True once every block has landed or failed."""
         return self._open == 0
+
+    @property
+    def stalled(self) -> bool:
+        """True if what is pending will not be known soon, because a call does not return.
+
+        Its bytes may still come: the destination of pending blocks is not free before `done`.
+        """
+        return self._stalled and not self.done
+
+    def stall(self) -> None:
+        """Tell whoever waits to go on without the pending blocks."""
+        self._stalled = True
+        self._signal.notify()
+
+    @property
+    def cancelled(self) -> bool:
+        """True if the caller has lost interest: what is not begun yet may be dropped, and fail."""
+        return self._cancelled
+
+    def cancel(self) -> None:
+        """Lose interest. The flight still ends by itself: until then its slots are in use."""
+        self._cancelled = True
 
     @property
     def unread(self) -> int:
@@ -132,19 +156,23 @@ class Flight:
             )
 
 
-@dataclass
+@dataclass(eq=False)
 class Answer:
-    """A number that a store's thread is still finding out."""
+    """A number that a store's thread is still finding out. The first one given stands."""
 
     signal: Signal
     value: int | None = field(default=None)
+    _lock: Lock = field(default_factory=Lock, repr=False)
 
     @property
     def done(self) -> bool:
         return self.value is not None
 
     def give(self, value: int) -> None:
-        self.value = value
+        with self._lock:
+            if self.value is not None:
+                return
+            self.value = value
         self.signal.notify()
 
 
@@ -200,6 +228,8 @@ class Fetch:
     """The tokens before `tokens`, from the root (a sidecar matches whole paths)."""
     pool: Pool
     slots: Slots
+    deadline: float | None = None
+    """`time.monotonic` seconds: reads not begun by then are dropped, and fail. None: no limit."""
 
 
 @dataclass(frozen=True)

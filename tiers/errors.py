@@ -32,6 +32,10 @@ class BundleRefused(KvtierError):
     """A file is no bundle, cannot be read or written, or stands where it may not be replaced."""
 
 
+class StoreOut(KvtierError):
+    """The store's drive is sick and left alone for now. Do without it; it comes back by itself."""
+
+
 class StoreUnsupported(KvtierError):
     """The file system cannot do what the store needs (hole punching, or any writing at all)."""
 

@@ -16,8 +16,8 @@ T = TypeVar("T")
 class FaultyFiles(Files):
     """Fails the `at`-th call (from 0) of `call`, and `times` in all; everything else works.
 
-    `fault` is an errno to raise, or "short" for a read or write that does half its work. Nothing
-    fails until `arm` is called.
+    `fault` is an errno to raise, "short" for a read or write that does half its work, or "none"
+    for one that does nothing. Nothing fails until `arm` is called.
     """
 
     def __init__(self, call: str, fault: int | str, *, at: int = 0, times: int = 1) -> None:
@@ -52,8 +52,11 @@ class FaultyFiles(Files):
     def _move(self, call: str, move: Callable[[Sequence[Bytes]], int], b: Sequence[Bytes]) -> int:
         if not self._due(call):
             return move(b)
+        if self._fault == "none":
+            return 0
         if self._fault == "short":
-            return move(b[: len(b) // 2]) if len(b) > 1 else 0
+            half = [buffer[: buffer.nbytes // 2] for buffer in b[:1]] if len(b) < 2 else b
+            return move(half[: max(1, len(b) // 2)])
         number = int(self._fault)
         raise OSError(number, os.strerror(number))
 

@@ -1,5 +1,6 @@
 """A store, a pool and branches of blocks whose bytes are a PRF of their keys."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 from kvtier.index.words import ROOT_KEY, BlockKey, Slots, TierId, Tokens, block_keys
 from kvtier.tiers.contracts import LANDED, Answer, Checksums, Fetch, Flight, Put, Signal
 from kvtier.tiers.nvme.files import Files
+from kvtier.tiers.nvme.health import Patience
 from kvtier.tiers.nvme.tier import Geometry, NvmeTier
 from kvtier.tiers.pool import ArrayPool
 from tests.prf import block_bytes
@@ -50,7 +52,11 @@ def branch(
 
 
 class Rig:
-    """A tier in a directory, and a pool to read into and write from. `options`: see `open`."""
+    """A tier in a directory, and a pool to read into and write from. `options`: see `open`.
+
+    The clock that judges the drive stands still unless a test moves it (`pass_time`) or brings
+    another, so that no load on the machine looks like a drive that hangs.
+    """
 
     def __init__(
         self,
@@ -62,12 +68,15 @@ class Rig:
         geometry: Geometry = SMALL,
         read_only: bool = False,
         clock: Any = None,
+        monotonic: Callable[[], float] | None = None,
+        patience: Patience | None = None,
         **options: Any,
     ) -> None:
         self.path = path
         self.signal = Signal()
         self.block_bytes = block_bytes
         self.time = 1.0
+        self.now_s = 0.0
         self.tier = NvmeTier.open(
             path,
             capacity_bytes=capacity_bytes,
@@ -76,6 +85,8 @@ class Rig:
             geometry=geometry,
             read_only=read_only,
             clock=clock or self._tick,
+            monotonic=monotonic or (lambda: self.now_s),
+            patience=patience,
             **options,
         )
 
@@ -88,6 +99,10 @@ class Rig:
     def _tick(self) -> float:
         self.time += 1.0
         return self.time
+
+    def pass_time(self, seconds: float = 100.0) -> None:
+        """Let time pass for the drive: more than any back-off, unless told otherwise."""
+        self.now_s += seconds
 
     def settle(self, waiting: Flight | Answer) -> None:
         """Wait until it is done."""

@@ -36,6 +36,7 @@ def test_a_failing_write_call_fails_blocks_and_the_next_success_recovers(
                 assert isinstance(flight.error, OSError)
             assert rig.landed(old) == (4 if call not in ("open", "sync_directory") else 0)
             assert rig.landed(new) == num_landed(flight)
+            rig.pass_time()
             assert num_landed(rig.put(branch(5, 2))) == 5
             assert rig.tier.statistics().state == "ok"
             used = rig.tier.statistics().used_bytes
@@ -45,13 +46,27 @@ def test_a_failing_write_call_fails_blocks_and_the_next_success_recovers(
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_a_short_write_is_a_failure(tmp_path: Path, at: int) -> None:
+def test_a_short_write_goes_on_where_it_stopped(tmp_path: Path, at: int) -> None:
     files = FaultyFiles("pwritev", "short", at=at)
+    with Rig(tmp_path / "s", files=files) as rig:
+        files.arm()
+        assert num_landed(rig.put(branch(9))) == 9
+        assert files.fired == 1
+        assert rig.landed(branch(9)) == 9
+    assert check_store(tmp_path / "s").ok
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_write_that_gets_no_further_is_a_full_disk(tmp_path: Path, at: int) -> None:
+    files = FaultyFiles("pwritev", "none", at=at)
     with Rig(tmp_path / "s", files=files) as rig:
         files.arm()
         flight = rig.put(branch(9))
         assert files.fired == 1 and FAILED in flight.status
+        assert rig.tier.statistics().state == "full"
+        assert rig.tier.statistics().errors["short_write"] == 1
         assert rig.landed(branch(9)) == num_landed(flight)
+        rig.pass_time()
         assert num_landed(rig.put(branch(9))) == 9
     assert check_store(tmp_path / "s").ok
 
@@ -66,7 +81,7 @@ def test_a_failing_read_fails_its_block_and_what_is_behind_and_spares_the_data(
         files.arm()
         assert rig.landed(blocks) < 12 and files.fired == 1
         assert rig.landed(blocks) == 12
-        assert rig.tier.statistics().io_errors == 1
+        assert rig.tier.statistics().errors["eio"] == 1
 
 
 def test_a_record_that_the_drive_fails_twice_is_forgotten(tmp_path: Path) -> None:
@@ -80,13 +95,23 @@ def test_a_record_that_the_drive_fails_twice_is_forgotten(tmp_path: Path) -> Non
         assert rig.tier.statistics().quarantined == 3
 
 
-def test_a_short_read_is_a_miss_and_the_block_is_forgotten(tmp_path: Path) -> None:
+def test_a_short_read_goes_on_where_it_stopped(tmp_path: Path) -> None:
     files, blocks = FaultyFiles("preadv", "short"), branch(3)
+    with Rig(tmp_path / "s", files=files) as rig:
+        rig.put(blocks)
+        files.arm()
+        assert rig.landed(blocks) == 3 and files.fired == 1
+
+
+def test_a_read_that_gets_no_further_is_a_miss_and_the_block_is_forgotten(tmp_path: Path) -> None:
+    files, blocks = FaultyFiles("preadv", "none"), branch(3)
     with Rig(tmp_path / "s", files=files) as rig:
         rig.put(blocks)
         files.arm()
         assert rig.landed(blocks) == 0
         assert rig.lookup(blocks) == 0
+        assert rig.tier.statistics().errors["short_read"] == 1
+        assert rig.tier.statistics().state == "ok"
 
 
 def test_a_hole_that_cannot_be_punched_is_punched_later(tmp_path: Path) -> None:
@@ -119,6 +144,8 @@ def test_a_commit_that_fails_publishes_nothing_and_leaks_nothing(
         flight = rig.put(branch(12))
         assert FAILED in flight.status
         assert rig.landed(branch(12)) == num_landed(flight)
+        assert rig.tier.statistics().state == "full"
+        rig.pass_time()
         assert num_landed(rig.put(branch(12))) == 12
         assert rig.tier.statistics().state == "ok"
     report = check_store(tmp_path / "s")
@@ -150,6 +177,7 @@ def test_nothing_else_is_published_in_a_segment_whose_sync_failed(tmp_path: Path
         for flight in flights:
             rig.settle(flight)
             assert (flight.status == FAILED).all()
+        rig.pass_time()
         assert num_landed(rig.put(branch(6, 1))) == rig.landed(branch(6, 1)) == 6
     assert check_store(tmp_path / "s").ok
 

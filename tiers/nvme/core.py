@@ -10,11 +10,8 @@ that nothing is locked; blocking work goes to the workers or to the catalogue's 
 """
 
 import asyncio
-import errno
-import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,11 +20,12 @@ import aiofiles.os
 from kvtier.tiers.errors import StoreCorrupt
 from kvtier.tiers.nvme.budget import WriteBudget
 from kvtier.tiers.nvme.catalogue import Catalogue, Change, Outcome
+from kvtier.tiers.nvme.daemons import DaemonExecutor
+from kvtier.tiers.nvme.health import Fault, Health
 from kvtier.tiers.nvme.rows import Counters, Freed
 from kvtier.tiers.nvme.segments import Segments
+from kvtier.tiers.nvme.watch import Call, Watch
 from kvtier.tiers.nvme.workers import Scratch, Workers
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -40,19 +38,7 @@ class Tally:
     misses: int = 0
     quarantined: int = 0
     evicted_blocks: int = 0
-    refused_blocks: int = 0
     budget_refused_blocks: int = 0
-    io_errors: int = 0
-    state: str = "ok"
-
-    def failed(self, error: Exception) -> None:
-        """A write (or the catalogue) failed: which state the tier is in until one succeeds."""
-        self.io_errors += 1
-        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-        state = "full" if full else "failing"
-        if state != self.state:
-            _log.warning("NVMe store is %s: %s", state, error)
-        self.state = state
 
 
 class Core:
@@ -63,6 +49,8 @@ class Core:
         catalogue: Catalogue,
         segments: Segments,
         workers: Workers,
+        watch: Watch,
+        health: Health,
         *,
         capacity_bytes: int,
         totals: Counters,
@@ -73,6 +61,7 @@ class Core:
         self.catalogue = catalogue
         self.segments = segments
         self.workers = workers
+        self.health = health
         self.tally = tally
         self.budget = budget
         self.capacity_bytes = capacity_bytes
@@ -87,8 +76,9 @@ class Core:
         self._punched: list[Freed] = []
         self._clock = clock
         self._lock = asyncio.Lock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvtier-nvme-catalogue")
-        self._commit = aiofiles.os.wrap(catalogue.commit)
+        self._watch = watch
+        self._thread = DaemonExecutor(1, "kvtier-nvme-catalogue")
+        self._commit = aiofiles.os.wrap(self._commit_watched)
 
     @property
     def room(self) -> int:
@@ -166,13 +156,14 @@ class Core:
             ready = [f for f in self._waiting if f.whole_file is whole_files and self._idle(f)]
             self._waiting = [freed for freed in self._waiting if freed not in ready]
             jobs = [partial(_reclaim, self.segments, freed) for freed in ready]
-            errors = await asyncio.gather(*(self.workers.submit(j, urgent=True) for j in jobs))
+            punched = (self.workers.submit(job, Call.SPACE, urgent=True) for job in jobs)
+            errors = await asyncio.gather(*punched)
             for freed, error in zip(ready, errors, strict=True):
                 if error is None:
                     self.freeing -= freed.length
                     self._punched.append(freed)
                 else:
-                    self.tally.failed(error)
+                    self.health.count(error)  # its bytes stay counted, so nothing need stop
                     self._waiting.append(freed)
 
     async def close(self, *, save: bool) -> None:
@@ -181,9 +172,13 @@ class Core:
             if save and (self._uses or self._punched or self._abandoned):
                 await self.commit(Change())
         except (OSError, StoreCorrupt) as error:
-            self.tally.failed(error)
+            self.health.write_failed(error, Fault.CATALOGUE)
         finally:
             self._thread.shutdown()
+
+    def _commit_watched(self, change: Change) -> Outcome:
+        with self._watch.during(Call.COMMIT):
+            return self.catalogue.commit(change)
 
     def _idle(self, freed: Freed) -> bool:
         if not freed.whole_file:
@@ -196,13 +191,12 @@ class Core:
         """What has been punched, once it is known to survive a power cut."""
         punched = tuple(self._punched)
         segments = sorted({freed.segment for freed in punched if not freed.whole_file})
-        if segments:
-            job = partial(_sync_punched, self.segments, segments)
-            error = await self.workers.submit(job, urgent=True)
-            if error is not None:
-                self.tally.failed(error)
-                return ()
-        return punched
+        jobs = (partial(_sync_punched, self.segments, segment) for segment in segments)
+        synced = (self.workers.submit(job, Call.SYNC, urgent=True) for job in jobs)
+        failed = [error for error in await asyncio.gather(*synced) if error is not None]
+        for error in failed:
+            self.health.count(error)
+        return () if failed else punched
 
 
 def _reclaim(segments: Segments, freed: Freed, _: Scratch) -> OSError | None:
@@ -213,12 +207,11 @@ def _reclaim(segments: Segments, freed: Freed, _: Scratch) -> OSError | None:
     return None
 
 
-def _sync_punched(segments: Segments, ids: Sequence[int], _: Scratch) -> OSError | None:
-    for id in ids:
-        try:
-            segments.sync(id)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            return error
+def _sync_punched(segments: Segments, id: int, _: Scratch) -> OSError | None:
+    try:
+        segments.sync(id)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return error
     return None

@@ -13,13 +13,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvtier.tiers.contracts import Bytes
-from kvtier.tiers.errors import StoreUnsupported
+from kvtier.tiers.errors import RecordRefused, StoreUnsupported
 from kvtier.tiers.nvme.record import PAGE
 
 _log = logging.getLogger(__name__)
 
+MAX_CALL_BYTES = 1 << 30
+"""Most bytes one call moves: the kernel stops short of 2 GiB, at no page boundary."""
+
+_MAX_CALL_BUFFERS = 1024
 _KEEP_SIZE = 0x01
 _PUNCH_HOLE = 0x02
+
+
+class ShortRead(RecordRefused):
+    """The file ends before the bytes that the catalogue promises."""
+
+
+class ShortWrite(OSError):
+    """The drive took fewer bytes than it was given; told like a full disk."""
 
 
 class Files:
@@ -57,11 +69,11 @@ class Files:
         os.close(fd)
 
     def preadv(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
-        """Fill `buffers` from `offset`; returns bytes read (fewer: the file ends there)."""
+        """Fill `buffers` from `offset`; returns bytes read. Callers want `read_whole`."""
         return os.preadv(fd, [buffer.data for buffer in buffers], offset)
 
     def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
-        """Write `buffers` at `offset`; returns bytes written."""
+        """Write `buffers` at `offset`; returns bytes written. Callers want `write_whole`."""
         return os.pwritev(fd, [buffer.data for buffer in buffers], offset)
 
     def fdatasync(self, fd: int) -> None:
@@ -82,6 +94,10 @@ class Files:
 
     def unlink(self, path: Path) -> None:
         path.unlink(missing_ok=True)
+
+    def make_directory(self, path: Path) -> None:
+        """A directory and its parents, unless they are there."""
+        path.mkdir(parents=True, exist_ok=True)
 
     def sync_directory(self, path: Path) -> None:
         """Make the names in a directory durable."""
@@ -117,6 +133,51 @@ class Files:
             number = ctypes.get_errno()
             if number != errno.EINTR:
                 raise OSError(number, os.strerror(number))
+
+
+def read_whole(files: Files, fd: int, buffers: Sequence[Bytes], offset: int) -> None:
+    """Fill `buffers` from `offset`, in as many calls as it takes.
+
+    `offset` and every buffer are whole pages. Raises `ShortRead` where a call brings no page more.
+    """
+    wanted, done = sum(buffer.nbytes for buffer in buffers), 0
+    while done < wanted:
+        part = _window(buffers, done)
+        moved = files.preadv(fd, part, offset + done)
+        if moved < PAGE:
+            raise ShortRead(f"segment: ends before {offset + wanted}; the record is cut short")
+        done += moved - moved % PAGE  # O_DIRECT goes on at a page boundary only
+
+
+def write_whole(files: Files, fd: int, buffers: Sequence[Bytes], offset: int) -> None:
+    """Write `buffers` at `offset`, in as many calls as it takes.
+
+    `offset` and every buffer are whole pages. Raises `ShortWrite` where a call takes no page more.
+    """
+    wanted, done = sum(buffer.nbytes for buffer in buffers), 0
+    while done < wanted:
+        moved = files.pwritev(fd, _window(buffers, done), offset + done)
+        if moved < PAGE:
+            raise ShortWrite(errno.ENOSPC, f"short write: {done + moved} of {wanted} bytes")
+        done += moved - moved % PAGE
+
+
+def _window(buffers: Sequence[Bytes], done: int) -> Sequence[Bytes]:
+    """What is left of `buffers` behind the first `done` bytes, as much as one call moves."""
+    if done == 0 and len(buffers) <= _MAX_CALL_BUFFERS:
+        if sum(buffer.nbytes for buffer in buffers) <= MAX_CALL_BYTES:
+            return buffers
+    part: list[Bytes] = []
+    room = MAX_CALL_BYTES
+    for buffer in buffers:
+        left = buffer[min(done, buffer.nbytes) :][:room]
+        done -= min(done, buffer.nbytes)
+        if left.nbytes:
+            part.append(left)
+            room -= left.nbytes
+        if not room or len(part) == _MAX_CALL_BUFFERS:
+            break
+    return part
 
 
 def _cure(directory: Path, error: OSError) -> str:

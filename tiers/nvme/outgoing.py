@@ -4,7 +4,6 @@ Knows pools, codecs and the record's format; not queues, groups or the account o
 functions run on a worker. The bytes in the slots do not change until the record has landed.
 """
 
-import errno
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -12,9 +11,10 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from kvtier.index.words import BlockKey
-from kvtier.tiers.contracts import Bytes, Flight, Pool
+from kvtier.tiers.contracts import PENDING, Bytes, Flight, Pool
 from kvtier.tiers.nvme.blocks import block_views, page_views
 from kvtier.tiers.nvme.codecs import CodecPolicy
+from kvtier.tiers.nvme.files import write_whole
 from kvtier.tiers.nvme.pace import Sample
 from kvtier.tiers.nvme.record import (
     PAGE,
@@ -62,6 +62,20 @@ class Record:
         self.sizes = (self.pool.block_bytes,) * len(self.keys)
 
     @property
+    def is_forsaken(self) -> bool:
+        """Whether the put that brought these blocks was given up before they were published.
+
+        Its slots are the caller's again, so bytes read from now on may be anything's.
+        """
+        owners = [riders[0] for riders in self.riders]
+        return any(flight.status[block] != PENDING for flight, block in owners)
+
+    @property
+    def is_unwanted(self) -> bool:
+        """Whether everyone who waits for it has cancelled."""
+        return all(flight.cancelled for riders in self.riders for flight, _ in riders)
+
+    @property
     def header_bytes(self) -> int:
         return header_bytes(len(self.keys), len(self.tokens) // 4 // len(self.keys))
 
@@ -87,6 +101,10 @@ class Record:
 
 class ChecksumMismatch(Exception):
     """The bytes of a put are not the bytes its caller took the checksum of."""
+
+
+class Forsaken(Exception):
+    """A put was given up by its caller, or for a drive that hangs."""
 
 
 def sample_block(record: Record, scratch: Scratch) -> Sample:
@@ -119,6 +137,8 @@ def encode_record(record: Record, scratch: Scratch) -> ChecksumMismatch | None:
 
 def write_record(record: Record, segments: Segments, scratch: Scratch) -> Exception | None:
     """Verify, checksum and write one record; returns what went wrong."""
+    if record.is_forsaken:
+        return Forsaken("put: given up before it was written")
     mismatch = None if record.checksums else _take_checksums(record)
     if mismatch is not None:
         return mismatch
@@ -128,11 +148,9 @@ def write_record(record: Record, segments: Segments, scratch: Scratch) -> Except
     record.encoded = ()
     try:
         with segments.opened(record.segment) as fd:
-            written = segments.files.pwritev(fd, [head, *payload], record.offset)
+            write_whole(segments.files, fd, [head, *payload], record.offset)
     except OSError as error:
         return error
-    if written != record.nbytes:
-        return OSError(errno.EIO, f"short write: {written} of {record.nbytes} bytes")
     return None
 
 

@@ -8,7 +8,7 @@ land in order. A failure is reported only when no read is in flight into that fl
 import asyncio
 import logging
 from bisect import bisect_right
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,17 +19,20 @@ from time import perf_counter
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from kvtier.index.words import TierId
-from kvtier.tiers.contracts import LANDED, Bytes, Fetch, Flight, Pool
+from kvtier.tiers.contracts import LANDED, Bytes, Fetch, Pool
 from kvtier.tiers.errors import RecordRefused, StoreCorrupt, StoreVersion
 from kvtier.tiers.nvme.blocks import block_views, page_views
 from kvtier.tiers.nvme.catalogue import Change
 from kvtier.tiers.nvme.core import Core
-from kvtier.tiers.nvme.pace import Meter, Pace
+from kvtier.tiers.nvme.files import ShortRead, read_whole
+from kvtier.tiers.nvme.health import Fault
+from kvtier.tiers.nvme.landing import Landing
+from kvtier.tiers.nvme.pace import Meter
 from kvtier.tiers.nvme.record import PAGE, RAW, RecordHeader, decode_header, padded
 from kvtier.tiers.nvme.rows import Extent
 from kvtier.tiers.nvme.segments import Segments
 from kvtier.tiers.nvme.tables import Span
+from kvtier.tiers.nvme.watch import Call
 from kvtier.tiers.nvme.workers import Scratch
 
 _log = logging.getLogger(__name__)
@@ -43,6 +46,7 @@ _RUN_BLOCKS = 256
 
 _HEADERS_KEPT = 4096
 _STRIKES = 2
+_WITNESSES = 4
 _UNSAVED_USES = 16384
 
 
@@ -64,6 +68,11 @@ class Damage:
     extent: int
     position: int | None
     error: Exception
+
+    @property
+    def is_of_the_drive(self) -> bool:
+        """Whether it was the drive that failed."""
+        return self.position is None and isinstance(self.error, OSError)
 
 
 class HeaderCache:
@@ -88,40 +97,6 @@ class HeaderCache:
             self._headers.pop(id, None)
 
 
-class Landing:
-    """Lands a flight's blocks in order while runs finish in any order. Thread-safe.
-
-    `pace`: what was read and decoded for it so far.
-    """
-
-    def __init__(self, flight: Flight, count: int) -> None:
-        self._flight = flight
-        self._lock = Lock()
-        self._verified = np.zeros(count, np.bool_)
-        self._checksums = np.zeros(count, np.uint64)
-        self._frontier = 0
-        self.limit = count
-        self.pace = Pace()
-
-    def arrived(self, first: int, checksums: Sequence[int]) -> None:
-        """Blocks from `first` on are in their slots and verified."""
-        with self._lock:
-            last = first + len(checksums)
-            self._checksums[first:last] = checksums
-            self._verified[first:last] = True
-            start = self._frontier
-            gaps = np.flatnonzero(~self._verified[start : self.limit])
-            self._frontier = start + int(gaps[0]) if len(gaps) else max(start, self.limit)
-            fresh = np.arange(start, self._frontier)
-            if len(fresh):
-                self._flight.land(fresh, self._checksums[fresh], TierId.NVME)
-
-    def cut(self, block: int) -> None:
-        """Nothing from `block` on will land."""
-        with self._lock:
-            self.limit = min(self.limit, block)
-
-
 def read_run(
     run: Run,
     request: Fetch,
@@ -131,19 +106,33 @@ def read_run(
     scratch: Scratch,
 ) -> Damage | None:
     """Read, verify and land one run. Runs on a worker."""
-    if landing.limit <= run.first:
+    if not landing.begin(run.first, len(run.slots)):
         return None
     try:
-        damage = _read_verified(run, request, landing, segments, headers, scratch)
+        damage = _try_to_read(run, request, landing, segments, headers, scratch)
+        if damage is not None:
+            skipped = 0 if damage.position is None else max(0, damage.position - run.position)
+            landing.cut(run.first + skipped)
+    finally:
+        landing.end(run.first)
+    return damage
+
+
+def _try_to_read(
+    run: Run,
+    request: Fetch,
+    landing: Landing,
+    segments: Segments,
+    headers: HeaderCache,
+    scratch: Scratch,
+) -> Damage | None:
+    try:
+        return _read_verified(run, request, landing, segments, headers, scratch)
     except (RecordRefused, StoreVersion, FileNotFoundError) as error:
         headers.drop(run.extent.id)
-        damage = Damage(run.extent.id, 0, error)
+        return Damage(run.extent.id, 0, error)
     except OSError as error:
-        damage = Damage(run.extent.id, None, error)
-    if damage is not None:
-        skipped = 0 if damage.position is None else max(0, damage.position - run.position)
-        landing.cut(run.first + skipped)
-    return damage
+        return Damage(run.extent.id, None, error)
 
 
 def _read_verified(
@@ -162,11 +151,11 @@ def _read_verified(
     begin = perf_counter()
     with segments.opened(extent.segment) as fd:
         if raw is not None and not run.position:  # the header stands right before the payload
-            _read_fully(segments, fd, [raw, *pieces], extent.offset)
+            read_whole(segments.files, fd, [raw, *pieces], extent.offset)
         else:
             if raw is not None:
-                _read_fully(segments, fd, [raw], extent.offset)
-            _read_fully(segments, fd, pieces, start)
+                read_whole(segments.files, fd, [raw], extent.offset)
+            read_whole(segments.files, fd, pieces, start)
     landing.pace.read(begin, perf_counter(), extent.starts[run.position + len(pieces)] - start)
     if header is None:
         assert raw is not None
@@ -245,23 +234,26 @@ class Reader:
     def __init__(self, core: Core, meter: Meter, threads: int) -> None:
         self._core = core
         self._meter = meter
+        self._witnesses: deque[Extent] = deque(maxlen=_WITNESSES)
         self._threads = threads
         self._headers = HeaderCache()
         self._strikes: Counter[int] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(self, request: Fetch, flight: Flight) -> None:
+    def start(self, request: Fetch, landing: Landing) -> None:
         """Begin a fetch. Nothing raised here reaches the caller: it fails the flight."""
-        if not request.keys:
+        flight = landing.flight
+        if flight.done:
             return
         try:
             now = self._core.now()
             spans = self._core.catalogue.find(request.namespace, request.keys, now)
         except (OSError, StoreCorrupt) as error:
-            self._core.tally.failed(error)
+            self._core.health.count(error, Fault.CATALOGUE)
             flight.fail_rest(error)
             return
         found = sum(span.count for span in spans)
+        landing.cut(found)
         self._core.tally.misses += len(request.keys) - found
         flight.fail(range(found, len(request.keys)))
         if not found:
@@ -270,13 +262,14 @@ class Reader:
         extents = [run.extent.id for run in runs]
         self._core.used(set(extents))
         self._core.hold(extents)
-        landing = Landing(flight, found)
         segments, headers = self._core.segments, self._headers
         jobs = (partial(read_run, r, request, landing, segments, headers) for r in runs)
-        futures = [self._core.workers.submit(job, urgent=True) for job in jobs]
-        task = asyncio.create_task(self._finish(flight, landing.pace, runs, futures))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        futures = [self._core.workers.submit(job, Call.READ, urgent=True) for job in jobs]
+        self._keep(asyncio.create_task(self._finish(landing, runs, futures)))
+
+    def probe(self) -> None:
+        """Try what the drive could not read lately; the verdict goes to the core's health."""
+        self._keep(asyncio.create_task(self._probe()))
 
     async def drain(self) -> None:
         """Wait until every fetch has ended."""
@@ -285,23 +278,26 @@ class Reader:
 
     async def _finish(
         self,
-        flight: Flight,
-        pace: Pace,
+        landing: Landing,
         runs: Sequence[Run],
         futures: "Sequence[asyncio.Future[Damage | None]]",
     ) -> None:
-        core, error = self._core, None
+        core, flight, error = self._core, landing.flight, None
         outcomes = await asyncio.gather(*futures, return_exceptions=True)
         core.let_go([run.extent.id for run in runs])
-        self._meter.learn(pace)
+        self._meter.learn(landing.pace)
         try:
             core.tally.hits += int(np.count_nonzero(flight.status == LANDED))
-            core.tally.read_bytes += sum(_nbytes(run) for run in runs)
             damages = []
-            for outcome in outcomes:
+            for run, outcome in zip(runs, outcomes, strict=True):
+                if not landing.has_begun(run.first):
+                    continue
+                core.tally.read_bytes += _nbytes(run)
                 if isinstance(outcome, BaseException):
                     _log.error("NVMe read broke", exc_info=outcome)
-                elif outcome is not None:
+                    continue
+                self._judge(run.extent, outcome)
+                if outcome is not None:
                     damages.append(outcome)
             if damages:
                 error = damages[0].error
@@ -310,17 +306,38 @@ class Reader:
                 await core.commit(Change())
             await core.reclaim()
         except (OSError, StoreCorrupt) as failure:
-            core.tally.failed(failure)
+            core.health.write_failed(failure, Fault.CATALOGUE)
         finally:
             flight.fail_rest(error)
+
+    def _judge(self, extent: Extent, damage: Damage | None) -> None:
+        """What a read tells about the drive."""
+        health = self._core.health
+        if damage is not None and damage.is_of_the_drive:
+            self._witnesses.append(extent)
+            health.read_failed(extent.id, damage.error)
+            return
+        health.read_worked()
+        if damage is not None and isinstance(damage.error, ShortRead):
+            health.count(damage.error)
+
+    async def _probe(self) -> None:
+        core = self._core
+        jobs = (partial(_touch, core.segments, extent) for extent in self._witnesses)
+        tried = [core.workers.submit(job, Call.READ, urgent=True) for job in jobs]
+        errors = await asyncio.gather(*tried)
+        core.health.reads_probed(None if None in errors or not errors else errors[0])
+
+    def _keep(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _quarantine(self, damages: Sequence[Damage]) -> None:
         """Forget what is damaged and all that hangs off it; and what the drive failed twice."""
         core, rotten = self._core, []
         for damage in damages:
             _log.warning("NVMe read: %s", damage.error)
-            if isinstance(damage.error, OSError) and damage.position is None:
-                core.tally.failed(damage.error)
+            if damage.is_of_the_drive:
                 self._strikes[damage.extent] += 1
                 if self._strikes[damage.extent] >= _STRIKES:
                     rotten.append((damage.extent, 0))
@@ -359,11 +376,17 @@ def _span_bytes(span: Span) -> int:
     return span.extent.starts[span.position + span.count] - span.extent.starts[span.position]
 
 
+def _touch(segments: Segments, extent: Extent, scratch: Scratch) -> OSError | None:
+    """Whether the drive reads an extent's first page again; one that has gone says nothing bad."""
+    try:
+        with segments.opened(extent.segment) as fd:
+            segments.files.preadv(fd, [scratch.take("header", PAGE)], extent.offset)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return error
+    return None
+
+
 def _nbytes(run: Run) -> int:
     return run.extent.starts[run.position + len(run.slots)] - run.extent.starts[run.position]
-
-
-def _read_fully(segments: Segments, fd: int, buffers: Sequence[Bytes], offset: int) -> None:
-    wanted = sum(buffer.nbytes for buffer in buffers)
-    if segments.files.preadv(fd, buffers, offset) != wanted:
-        raise RecordRefused(f"segment: ends before {offset + wanted}; the record is cut short")

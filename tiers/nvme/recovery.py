@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvtier.tiers.errors import StoreCorrupt, StoreUnsupported
 from kvtier.tiers.nvme.catalogue import Catalogue, Change
+from kvtier.tiers.nvme.files import Files
 from kvtier.tiers.nvme.rows import Counters, Freed
 from kvtier.tiers.nvme.segments import Segments
 
@@ -16,20 +17,20 @@ MARKS = frozenset({"owner", "catalog", "segments"})
 """Everything that stands in a store's directory."""
 
 
-def prepare_directory(path: Path) -> None:
+def prepare_directory(path: Path, files: Files) -> None:
     """Create the store's directories if they are not there.
 
     Raises `StoreUnsupported` if that fails or if the directory is somebody else's.
     """
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        files.make_directory(path)
         strangers = sorted({entry.name for entry in path.iterdir()} - MARKS - {"lost+found"})
         if strangers and not (path / "catalog").is_dir():
             raise StoreUnsupported(
                 f"{path}: holds {strangers[0]!r} and no store; choose an empty directory"
             )
-        (path / "catalog").mkdir(exist_ok=True)
-        (path / "segments").mkdir(exist_ok=True)
+        files.make_directory(path / "catalog")
+        files.make_directory(path / "segments")
     except OSError as error:
         cure = "free some space" if error.errno == errno.ENOSPC else "choose another directory"
         raise StoreUnsupported(f"{path}: cannot be created ({error.strerror}); {cure}") from error
@@ -48,10 +49,10 @@ def recover(catalogue: Catalogue, segments: Segments, capacity_bytes: int) -> Co
         path = segments.path(id)
         if path.exists():
             segments.files.truncate(path, known[id].end)
+            segments.sync(id)  # once sealed, a tail that came back would never be cut again
     for path in segments.directory.iterdir():
         if path.suffix == ".seg" and int(path.stem, 16) not in known:
             segments.files.unlink(path)
-    segments.files.sync_directory(segments.directory)
     outcome = catalogue.commit(Change(cleared=frees, sealed=opened))
     short = outcome.totals.used_bytes - capacity_bytes
     while outcome.freed:
@@ -67,6 +68,7 @@ def recover(catalogue: Catalogue, segments: Segments, capacity_bytes: int) -> Co
             f"{segments.directory.parent}: cannot be brought below its capacity; "
             "run `kvtier check` on it"
         )
+    segments.close()
     return outcome.totals
 
 

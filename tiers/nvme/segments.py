@@ -115,20 +115,33 @@ class Segments:
         """A descriptor that stays open inside the block. Raises `OSError` if the file is gone."""
         with self._lock:
             entry = self._open.get(segment)
-            if entry is None:
-                fd = self.files.open(self.path(segment), read_only=self._read_only)
-                entry = self._open[segment] = _Opened(fd)
-            self._open.move_to_end(segment)
-            entry.users += 1
-            if len(self._open) > _MAX_OPEN:
-                idle = [s for s, e in self._open.items() if not e.users]
-                for old in idle[: len(self._open) - _MAX_OPEN]:
-                    self.files.close(self._open.pop(old).fd)
+            if entry is not None:
+                entry.users += 1
+                self._open.move_to_end(segment)
+        if entry is None:  # opened outside the lock: a drive that hangs must not stop other reads
+            fd = self.files.open(self.path(segment), read_only=self._read_only)
+            entry = self._register(segment, fd)
         try:
             yield entry.fd
         finally:
             with self._lock:
                 entry.users -= 1
+
+    def _register(self, segment: int, fd: int) -> _Opened:
+        """Take in a descriptor and one user of it; closes what is too many."""
+        surplus: list[int] = []
+        with self._lock:
+            entry = self._open.setdefault(segment, _Opened(fd))
+            if entry.fd != fd:
+                surplus.append(fd)  # somebody else was faster
+            self._open.move_to_end(segment)
+            entry.users += 1
+            idle = [s for s, e in self._open.items() if not e.users]
+            for old in idle[: max(0, len(self._open) - _MAX_OPEN)]:
+                surplus.append(self._open.pop(old).fd)
+        for other in surplus:
+            self.files.close(other)
+        return entry
 
     def sync(self, segment: int) -> None:
         """Make what was written to a segment (or punched out of it) durable."""
@@ -140,8 +153,11 @@ class Segments:
         if freed.whole_file:
             with self._lock:
                 entry = self._open.get(freed.segment)
-                if entry is not None and not entry.users:
-                    self.files.close(self._open.pop(freed.segment).fd)
+                idle = entry is not None and not entry.users
+                if idle:
+                    del self._open[freed.segment]
+            if entry is not None and idle:
+                self.files.close(entry.fd)
             self.files.unlink(self.path(freed.segment))
             return
         try:

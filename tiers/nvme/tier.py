@@ -1,7 +1,9 @@
 """`NvmeTier`: the store on NVMe behind the `Store` protocol. Knows no model and no other tier.
 
 It owns one thread with an asyncio loop (requests, accounting), `io_threads` workers (segment I/O,
-checksums) and one catalogue thread (LMDB writes). Reads that someone waits for go before writes.
+checksums), one catalogue thread (LMDB writes) and a watchdog, which answers in their place when the
+drive hangs. All are daemons: none keeps the process alive. Reads that someone waits for go before
+writes.
 """
 
 import asyncio
@@ -9,7 +11,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -17,12 +20,14 @@ from typing import TypeVar
 
 from kvtier.index.words import BlockKey, TierId, Tokens
 from kvtier.tiers.contracts import Answer, Fetch, Flight, Put, Signal
-from kvtier.tiers.errors import CapacityTooSmall, StoreCorrupt, StoreUnsupported
+from kvtier.tiers.errors import CapacityTooSmall, StoreCorrupt, StoreOut, StoreUnsupported
 from kvtier.tiers.nvme.budget import WriteBudget
 from kvtier.tiers.nvme.catalogue import Catalogue
 from kvtier.tiers.nvme.codecs import CodecPolicy
 from kvtier.tiers.nvme.core import Core, Tally
 from kvtier.tiers.nvme.files import Files
+from kvtier.tiers.nvme.health import Fault, Health, Patience
+from kvtier.tiers.nvme.landing import Landing
 from kvtier.tiers.nvme.lock import StoreLock
 from kvtier.tiers.nvme.pace import CodecStatistics, Meter
 from kvtier.tiers.nvme.reader import Reader
@@ -30,12 +35,20 @@ from kvtier.tiers.nvme.record import PAGE
 from kvtier.tiers.nvme.recovery import prepare_directory, recover
 from kvtier.tiers.nvme.rows import Counters, DayWritten
 from kvtier.tiers.nvme.segments import SEGMENT_BYTES, Segments
+from kvtier.tiers.nvme.watch import Watch
+from kvtier.tiers.nvme.watchdog import Watchdog
 from kvtier.tiers.nvme.workers import Workers
 from kvtier.tiers.nvme.writer import EXTENT_BYTES, GROUP_BYTES, Writer
 
 _log = logging.getLogger(__name__)
 
 Request = TypeVar("Request", Fetch, Put)
+Outcome = TypeVar("Outcome", Flight, Landing)
+
+CLOSE_S = 5.0
+"""For how long `close` waits for what a drive still has to do."""
+
+_GRACE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -45,8 +58,12 @@ class NvmeStatistics:
     `hits` and `misses` count blocks asked of `fetch`; `quarantined` blocks were forgotten because
     they or an ancestor failed verification; `refused_blocks` of puts were not published, of them
     `budget_refused_blocks` of background puts because the day's budget is spent.
-    `written_today_bytes` (UTC) count every put, also from before the last opening. `state`: "ok";
-    "full" or "failing" since a write failed, until one succeeds.
+    `written_today_bytes` (UTC) count every put, also from before the last opening.
+
+    `state`: "ok"; "full" or "failing": no puts until one has worked again; "failing" without reads,
+    "hung", "rebuilding": every request is answered at once with nothing. `errors` by kind
+    (`kvtier.tiers.nvme.health.Fault`); `trips`: how often the tier left the drive alone;
+    `stalled_reads`: fetches whose read did not return in time.
     """
 
     blocks: int
@@ -63,7 +80,9 @@ class NvmeStatistics:
     budget_refused_blocks: int
     written_today_bytes: int
     write_budget_bytes: int
-    io_errors: int
+    errors: Mapping[str, int]
+    trips: int
+    stalled_reads: int
     direct: bool
     state: str
     codec: CodecStatistics
@@ -87,6 +106,8 @@ class Settings:
     read_only: bool
     io_threads: int
     clock: Callable[[], float]
+    monotonic: Callable[[], float]
+    patience: Patience
     geometry: Geometry
     policy: CodecPolicy
 
@@ -114,11 +135,22 @@ class NvmeTier:
         self._settings = settings
         self._budget = WriteBudget(settings.write_budget_bytes, written, settings.clock)
         self._tally = Tally()
-        self._face = threading.Lock()
+        self._health = Health(settings.monotonic, settings.patience)
+        self._watch = Watch(settings.monotonic, settings.patience.stall_s)
+        self._face = threading.Condition()
+        self._visitors = 0
         self._closed = False
+        self._watchdog = Watchdog(
+            self._watch,
+            self._health,
+            settings.patience.stall_s,
+            ping=self._call_soon,
+            probe=lambda: self._call_soon(self._reader.probe),
+        )
+        self._watchdog.start()
         started = threading.Event()
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(self._serve(started)), name="kvtier-nvme", daemon=True
+            target=self._live, args=(started,), name="kvtier-nvme", daemon=True
         )
         self._thread.start()
         started.wait()
@@ -134,6 +166,8 @@ class NvmeTier:
         read_only: bool = False,
         io_threads: int = 8,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+        patience: Patience | None = None,
         files: Files | None = None,
         geometry: Geometry | None = None,
         codec: str = "raw",
@@ -143,10 +177,12 @@ class NvmeTier:
 
         `capacity_bytes` bounds everything under `segments/`, padding included; the catalogue comes
         on top (about 400 bytes a block). A store that holds more is evicted down to it first. A
-        read-only tier refuses every put, and does not save last uses. `codec` ("raw", "zstd",
-        "auto") is how blocks are stored unless a put says otherwise; `element_bytes` (1, 2, 4) is
-        the size of the numbers in a block, by which zstd cuts it into planes. What is there is read
-        whatever its codec.
+        read-only tier refuses every put, and does not save last uses. `clock` dates uses;
+        `patience` says when a drive is given up and for how long, on the clock `monotonic`.
+
+        `codec` ("raw", "zstd", "auto") is how blocks are stored unless a put says otherwise;
+        `element_bytes` (1, 2, 4) is the size of the numbers in a block, by which zstd cuts it into
+        planes. What is there is read whatever its codec.
 
         `write_budget_bytes` (None: as many as `capacity_bytes`): once that many record bytes were
         written on a UTC day, background puts are refused until the next. All puts count.
@@ -162,8 +198,9 @@ class NvmeTier:
             )
         if read_only and not (path / "catalog").is_dir():
             raise StoreUnsupported(f"{path}: there is no store here; check the path")
+        files = files or Files()
         if not read_only:
-            prepare_directory(path)
+            prepare_directory(path, files)
         budget_bytes = capacity_bytes if write_budget_bytes is None else write_budget_bytes
         settings = Settings(
             capacity_bytes,
@@ -171,12 +208,14 @@ class NvmeTier:
             read_only,
             io_threads,
             clock,
+            monotonic,
+            patience or Patience(),
             geometry or Geometry(),
             policy,
         )
         lock = StoreLock(path, read_only=read_only)
         try:
-            parts = _open_parts(path, files or Files(), settings)
+            parts = _open_parts(path, files, settings)
         except OSError as error:
             lock.release()
             raise StoreUnsupported(
@@ -200,7 +239,9 @@ class NvmeTier:
         """How many leading `keys` are published. Does not count as a use."""
         answer = Answer(self._signal)
         wanted = tuple(keys)
-        if not self._enqueue(lambda: answer.give(self._count(namespace, wanted))):
+        if not self._health.serves or not self._enqueue(
+            answer, lambda: self._tell(answer, namespace, wanted)
+        ):
             answer.give(0)
         return answer
 
@@ -210,9 +251,15 @@ class NvmeTier:
         A block fails if it is not published, if its bytes or its record's header are not what was
         written for exactly these keys and tokens (then it and its descendants are forgotten), or
         if the drive fails; every block behind it fails too. The checksums are of the bytes landed.
+
+        When the drive hangs, blocks whose read has not begun fail and the flight is `stalled`: the
+        others' slots stay in use until their reads return.
         """
         flight = Flight(len(request.keys), self._signal)
-        if not self._enqueue(lambda: self._begin(self._reader.start, request, flight)):
+        landing = Landing(flight, self._settings.monotonic, request.deadline)
+        if not self._health.serves:
+            flight.fail_rest(self._health.refusal())
+        elif not self._enqueue(landing, lambda: self._begin(self._reader.start, request, landing)):
             flight.fail_rest()
         return flight
 
@@ -224,8 +271,12 @@ class NvmeTier:
         the background also with `BudgetSpent`.
         """
         flight = Flight(len(request.keys), self._signal)
-        refused = self._settings.read_only
-        if refused or not self._enqueue(lambda: self._begin(self._writer.plan, request, flight)):
+        if not self._health.admits:
+            self._health.refuse(len(flight))
+            flight.fail_rest(self._health.refusal())
+        elif self._settings.read_only or not self._enqueue(
+            flight, lambda: self._begin(self._writer.plan, request, flight)
+        ):
             flight.fail_rest()
         return flight
 
@@ -242,18 +293,18 @@ class NvmeTier:
 
     def holds(self, namespace: bytes, keys: Sequence[BlockKey]) -> int:
         """How many leading `keys` are published, at once, for tools. 0 after `close`."""
-        with self._face:
-            return 0 if self._closed else self._count(namespace, keys)
+        with self._visiting() as open:
+            return self._count(namespace, keys) if open and self._health.serves else 0
 
     def namespaces(self) -> list[tuple[str, int, int]]:
         """`(namespace in hex, blocks, bytes)` of every namespace that holds something."""
-        with self._face:
-            rows = [] if self._closed else self._catalogue.namespace_rows()
+        with self._visiting() as open:
+            rows = self._catalogue.namespace_rows() if open else []
         return [(row.digest.hex(), row.blocks, row.nbytes) for _, row in rows if row.blocks]
 
     def statistics(self) -> NvmeStatistics:
         """A snapshot; after `close`, the last one."""
-        tally, totals = self._tally, self._core.totals
+        tally, totals, health = self._tally, self._core.totals, self._health.report()
         return NvmeStatistics(
             blocks=totals.blocks,
             extents=totals.extents,
@@ -265,27 +316,38 @@ class NvmeTier:
             misses=tally.misses,
             quarantined=tally.quarantined,
             evicted_blocks=tally.evicted_blocks,
-            refused_blocks=tally.refused_blocks,
             budget_refused_blocks=tally.budget_refused_blocks,
             written_today_bytes=self._budget.written_bytes,
             write_budget_bytes=self._budget.limit_bytes,
-            io_errors=tally.io_errors,
+            refused_blocks=health.refused_blocks,
+            errors=health.errors,
+            trips=health.trips,
+            stalled_reads=health.stalled_reads,
             direct=self._segments.files.direct,
-            state=tally.state,
+            state=health.state,
             codec=self._meter.statistics(),
         )
 
-    def close(self) -> None:
-        """Finish what was accepted, save last uses, release the directory. Idempotent."""
+    def close(self, deadline_s: float = CLOSE_S) -> None:
+        """Finish what was accepted, save last uses, release the directory. Idempotent.
+
+        What is not finished after `deadline_s` fails, or stalls where a read is in flight. If the
+        drive hangs, the directory stays locked, for its late writes may still land: the tier lets
+        go by itself once they have, or with the process.
+        """
         with self._face:
-            first, self._closed = not self._closed, True
-            if first:
-                self._loop.call_soon_threadsafe(self._writer.close)
-        self._thread.join()
-        if first:
-            self._segments.close()
-            self._catalogue.close()
-            self._lock.release()
+            if not self._closed:
+                self._closed = True
+                self._call_soon(self._writer.close)
+        self._thread.join(deadline_s)
+        if self._thread.is_alive():
+            self._watch.give_up(StoreOut("NVMe store: closed before the drive had finished"))
+            self._thread.join(_GRACE_S)
+        if self._thread.is_alive():
+            _log.warning(
+                "NVMe store %s: closed while calls have not returned; locked until they do",
+                self._segments.directory.parent,
+            )
 
     def __repr__(self) -> str:
         stats = self.statistics()
@@ -294,37 +356,75 @@ class NvmeTier:
             f"{stats.state})"
         )
 
-    def _enqueue(self, action: Callable[[], None]) -> bool:
+    def _enqueue(self, owed: Answer | Flight | Landing, action: Callable[[], None]) -> bool:
         with self._face:
             if self._closed:
                 return False
-            self._loop.call_soon_threadsafe(action)
+            self._watch.owe(owed)
+            self._call_soon(action)
             return True
+
+    def _call_soon(self, action: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody is owed anything any more
+            self._loop.call_soon_threadsafe(action)
+
+    @contextmanager
+    def _visiting(self) -> Iterator[bool]:
+        """Whether the catalogue is open, for a caller that reads it here; it stays so inside."""
+        with self._face:
+            is_open = not self._closed
+            self._visitors += is_open
+        try:
+            yield is_open
+        finally:
+            with self._face:
+                self._visitors -= is_open
+                self._face.notify_all()
+
+    def _tell(self, answer: Answer, namespace: bytes, keys: Sequence[BlockKey]) -> None:
+        if not answer.done:
+            answer.give(self._count(namespace, keys))
 
     def _count(self, namespace: bytes, keys: Sequence[BlockKey]) -> int:
         try:
             return self._catalogue.count(namespace, keys, int(self._settings.clock() * 1e6))
         except (OSError, StoreCorrupt) as error:
+            self._health.count(error, Fault.CATALOGUE)
             _log.warning("NVMe lookup: %s", error)
             return 0
 
     def _begin(
-        self, start: Callable[[Request, Flight], None], request: Request, flight: Flight
+        self, start: Callable[[Request, Outcome], None], request: Request, outcome: Outcome
     ) -> None:
         try:
-            start(request, flight)
+            start(request, outcome)
         except Exception as error:  # noqa: BLE001 - the caller gets it with the flight
             _log.error("NVMe tier: a request broke", exc_info=error)
+            flight = outcome.flight if isinstance(outcome, Landing) else outcome
             flight.fail_rest(error)
+
+    def _live(self, started: threading.Event) -> None:
+        """The tier's own thread, from opening to letting go."""
+        try:
+            asyncio.run(self._serve(started))
+        finally:
+            self._watchdog.stop()
+            with self._face:
+                self._face.wait_for(lambda: not self._visitors)
+            self._segments.close()
+            self._catalogue.close()
+            self._lock.release()
 
     async def _serve(self, started: threading.Event) -> None:
         self._loop = asyncio.get_running_loop()
         settings = self._settings
-        workers = Workers(settings.io_threads, self._loop)
+        workers = Workers(settings.io_threads, self._loop, self._watch)
         self._core = Core(
             self._catalogue,
             self._segments,
             workers,
+            self._watch,
+            self._health,
             capacity_bytes=settings.capacity_bytes,
             totals=self._totals,
             clock=settings.clock,
@@ -373,6 +473,10 @@ def _open_parts(
     fresh = not settings.read_only and not any((path / "segments").glob("*.seg"))
     catalogue = Catalogue.open(path / "catalog", read_only=settings.read_only, create=fresh)
     try:
+        if fresh:  # no record may be published while a name on the way to it can be lost
+            files.sync_directory(path / "catalog")
+            files.sync_directory(path)
+            files.sync_directory(path.parent)
         epoch = 0 if settings.read_only else catalogue.begin_epoch()
         next_id = count(epoch << 32 | 1).__next__
         segments = Segments(

@@ -9,7 +9,6 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import aiofiles.os
@@ -17,6 +16,8 @@ import numpy as np
 
 from kvtier.tiers.contracts import Bytes
 from kvtier.tiers.nvme.codecs import Coder
+from kvtier.tiers.nvme.daemons import DaemonExecutor
+from kvtier.tiers.nvme.watch import Call, Watch
 
 T = TypeVar("T")
 
@@ -39,10 +40,11 @@ class Scratch:
 class Workers:
     """Up to `threads` threads. `submit` belongs to the loop's thread; so do the futures."""
 
-    def __init__(self, threads: int, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, threads: int, loop: asyncio.AbstractEventLoop, watch: Watch) -> None:
         self._threads = threads
         self._loop = loop
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="kvtier-nvme-io")
+        self._watch = watch
+        self._executor = DaemonExecutor(threads, "kvtier-nvme-io")
         self._lock = threading.Lock()
         self._urgent: deque[Callable[[Scratch], None]] = deque()
         self._background: deque[Callable[[Scratch], None]] = deque()
@@ -51,13 +53,19 @@ class Workers:
         self._pull_loop = aiofiles.os.wrap(self._pull)
         self._pulls: set[asyncio.Task[None]] = set()
 
-    def submit(self, job: Callable[[Scratch], T], *, urgent: bool) -> "asyncio.Future[T]":
-        """Run `job` on a worker, before all jobs that are not urgent if it is."""
+    def submit(
+        self, job: Callable[[Scratch], T], call: Call, *, urgent: bool
+    ) -> "asyncio.Future[T]":
+        """Run `job` on a worker, before all jobs that are not urgent if it is.
+
+        `call`: what the job does to the drive, for the watchdog, while it runs.
+        """
         future: asyncio.Future[T] = self._loop.create_future()
 
         def run(scratch: Scratch) -> None:
             try:
-                result = job(scratch)
+                with self._watch.during(call):
+                    result = job(scratch)
             except BaseException as error:  # noqa: BLE001 - goes to whoever awaits the job
                 self._loop.call_soon_threadsafe(_deliver, future, None, error)
             else:

@@ -19,12 +19,14 @@ from kvtier.tiers.errors import BudgetSpent, CapacityTooSmall, StoreCorrupt, Tie
 from kvtier.tiers.nvme.catalogue import Addition, Change
 from kvtier.tiers.nvme.codecs import CodecPolicy
 from kvtier.tiers.nvme.core import Core
-from kvtier.tiers.nvme.outgoing import Record, encode_record, sample_block, write_record
+from kvtier.tiers.nvme.health import Admission, Fault
+from kvtier.tiers.nvme.outgoing import Forsaken, Record, encode_record, sample_block, write_record
 from kvtier.tiers.nvme.pace import Meter
 from kvtier.tiers.nvme.record import header_bytes, padded
 from kvtier.tiers.nvme.rows import Freed
 from kvtier.tiers.nvme.segments import Allocation
 from kvtier.tiers.nvme.tables import Span
+from kvtier.tiers.nvme.watch import Call
 from kvtier.tiers.nvme.workers import Scratch
 
 EXTENT_BYTES = 4 << 20
@@ -73,7 +75,7 @@ class Writer:
     def plan(self, request: Put, flight: Flight) -> None:
         """Accept a put: land what is there, ride on what is under way, queue the rest."""
         core, keys = self._core, request.keys
-        if self._closing or not keys:
+        if self._closing or flight.done:
             flight.fail_rest()
             return
         try:
@@ -81,7 +83,7 @@ class Writer:
             spans = core.catalogue.find(request.namespace, keys, now)
             parent = [] if spans else core.catalogue.find(request.namespace, [request.parent], now)
         except (OSError, StoreCorrupt) as error:
-            core.tally.failed(error)
+            core.health.count(error, Fault.CATALOGUE)
             flight.fail_rest(error)
             return
         start = sum(span.count for span in spans)
@@ -114,7 +116,7 @@ class Writer:
                 self._hasten(after)
             self._cut(request, flight, start, after, before[-1].extent.id if before else 0)
             return
-        self._core.tally.refused_blocks += len(keys) - start
+        self._core.health.refuse(len(keys) - start)
         flight.fail(range(start, len(keys)), error)
 
     def _cut(
@@ -166,10 +168,18 @@ class Writer:
 
     async def run(self) -> None:
         """Write groups until closed and empty."""
+        health = self._core.health
         settling: asyncio.Task[None] | None = None
         while True:
-            group = self._next_group()
-            if group:
+            waiting = bool(self._queue or self._background)
+            if settling is not None and waiting and not health.admits_all:
+                await settling  # a probe's verdict is to be its own
+                settling = None
+            admission = health.admission() if waiting else Admission.NONE
+            group = self._next_group(admission)
+            if admission is Admission.ONE:
+                await self._probe(group)
+            elif group:
                 await self._encode(group)
                 allocation = await self._admit(group) if group else None
                 if allocation is not None:
@@ -194,22 +204,39 @@ class Writer:
         self._queue.clear()
         self._background.clear()
 
-    def _next_group(self) -> list[Record]:
-        """The background goes only when nobody waits for anything, and in small groups, so that who
-        comes meanwhile waits for little."""
-        group = self._group_of(self._queue, self._group_bytes)
-        return group or self._group_of(self._background, self._group_bytes // 4)
+    async def _probe(self, group: list[Record]) -> None:
+        """Write the one record that tells whether the drive takes writes again."""
+        try:
+            await self._encode(group)
+            allocation = await self._admit(group) if group else None
+            if allocation is not None:
+                await self._write(allocation, group)
+                await self._settle(allocation, group)
+        finally:
+            self._core.health.write_undecided()
 
-    def _group_of(self, queue: deque[Record], most: int) -> list[Record]:
+    def _next_group(self, admission: Admission) -> list[Record]:
+        """The next records to write; those that can't be any more fail on the way.
+
+        The background goes only when nobody waits for anything, and in small groups, so that who
+        comes meanwhile waits for little.
+        """
+        group = self._group_of(self._queue, self._group_bytes, admission)
+        return group or self._group_of(self._background, self._group_bytes // 4, admission)
+
+    def _group_of(self, queue: deque[Record], most: int, admission: Admission) -> list[Record]:
         group: list[Record] = []
         nbytes = 0
         while queue and (not group or nbytes + queue[0].nbytes <= most):
+            if group and admission is Admission.ONE:
+                break
             record = queue.popleft()
-            if record.after is not None and record.after.error is not None:
-                self._fail(record, record.after.error)
-                continue
-            if record.background and not self._core.budget.allows(nbytes + record.nbytes):
-                self._fail(record, self._core.budget.refusal())
+            error = self._refusal(record, admission)
+            if error is None and record.background:
+                spent = not self._core.budget.allows(nbytes + record.nbytes)
+                error = self._core.budget.refusal() if spent else None
+            if error is not None:
+                self._fail(record, error)
                 continue
             record.after = None if record.after not in group else record.after
             group.append(record)
@@ -226,9 +253,11 @@ class Writer:
             self._unsampled_bytes += record.nbytes
             if self._unsampled_bytes > self._group_bytes or not meter.knows(record.namespace):
                 self._unsampled_bytes = 0
-                sample = await submit(partial(sample_block, record), urgent=False)
+                sample = await submit(partial(sample_block, record), Call.WRITE, urgent=False)
                 meter.sampled(record.namespace, sample)
-        jobs = [submit(partial(encode_record, record), urgent=False) for record in chosen]
+        jobs = [
+            submit(partial(encode_record, record), Call.WRITE, urgent=False) for record in chosen
+        ]
         for record, error in zip(chosen, await asyncio.gather(*jobs), strict=True):
             record.error = error
             if error is None:
@@ -240,13 +269,23 @@ class Writer:
                 self._fail(record, record.error)
         group[:] = [record for record in group if record.error is None]
 
+    def _refusal(self, record: Record, admission: Admission) -> Exception | None:
+        """Why a queued record can't be written any more, or not now."""
+        if admission is Admission.NONE:
+            return self._core.health.refusal()
+        if record.after is not None and record.after.error is not None:
+            return record.after.error
+        if record.is_forsaken or record.is_unwanted:
+            return Forsaken("put: given up before it was written")
+        return None
+
     async def _admit(self, group: list[Record]) -> Allocation | None:
         """Reserve space for as many of `group` as fit; the others fail and leave it."""
         core = self._core
         try:
             await core.make_room(sum(record.nbytes for record in group))
         except (OSError, StoreCorrupt) as error:
-            core.tally.failed(error)
+            core.health.write_failed(error, Fault.CATALOGUE)
         room, fit = core.room, 0
         while fit < len(group) and group[fit].nbytes <= room:
             room -= group[fit].nbytes
@@ -267,14 +306,14 @@ class Writer:
     async def _write(self, allocation: Allocation, group: Sequence[Record]) -> None:
         core, segments = self._core, self._core.segments
         prepare = partial(_attempt, partial(segments.prepare, allocation))
-        error = await core.workers.submit(prepare, urgent=True)
+        error = await core.workers.submit(prepare, Call.SPACE, urgent=True)
         if error is not None:
             segments.retire()
             for record in group:
                 record.error = error
             return
         jobs = (partial(write_record, record, segments) for record in group)
-        futures = [core.workers.submit(job, urgent=False) for job in jobs]
+        futures = [core.workers.submit(job, Call.WRITE, urgent=False) for job in jobs]
         for record, outcome in zip(group, await asyncio.gather(*futures), strict=True):
             record.error = outcome
             if outcome is None:
@@ -285,7 +324,7 @@ class Writer:
         core, segments = self._core, self._core.segments
         if any(record.error is None for record in group):
             sync = partial(_attempt, partial(segments.sync, allocation.segment))
-            error = await core.workers.submit(sync, urgent=True)
+            error = await core.workers.submit(sync, Call.SYNC, urgent=True)
             error = error or self._unsyncable.get(allocation.segment)
             if error is not None:  # what the kernel could not write it may have forgotten
                 segments.retire()
@@ -294,6 +333,8 @@ class Writer:
                     record.error = record.error or error
         segments.settled(allocation)
         for record in group:
+            if record.error is None and record.is_forsaken:
+                record.error = Forsaken("put: given up while it was being written")
             if record.error is None and record.after is not None:
                 record.error = record.after.error
         good = [record for record in group if record.error is None]
@@ -312,10 +353,12 @@ class Writer:
             ends={allocation.segment: allocation.offset + allocation.length} if good else {},
             sealed=segments.sealable,
         )
+        unpublished: Exception | None = None
         try:
             outcome = await core.commit(change)
         except (OSError, StoreCorrupt) as error:
-            core.tally.failed(error)
+            unpublished = error
+            core.health.write_failed(error, Fault.CATALOGUE)
             for record in good:
                 record.error = error
                 core.abandon(Freed(record.id, record.segment, record.offset, record.nbytes))
@@ -325,9 +368,12 @@ class Writer:
             for record, accepted in zip(good, outcome.accepted, strict=True):
                 if not accepted:
                     record.error = StoreCorrupt("put: the block's parent left the store meanwhile")
-        errors = [record.error for record in group]
-        if None in errors and not any(isinstance(error, OSError) for error in errors):
-            core.tally.state = "ok"
+        errors = {id(record.error): record.error for record in group}
+        failed = [e for e in errors.values() if isinstance(e, OSError) and e is not unpublished]
+        for failure in failed:
+            core.health.write_failed(failure)
+        if not failed and any(record.error is None for record in group):
+            core.health.write_worked()
         for record in group:
             if record.error is None:
                 self._land(record)
@@ -349,9 +395,7 @@ class Writer:
 
     def _fail(self, record: Record, error: Exception) -> None:
         record.error = error
-        if isinstance(error, OSError):
-            self._core.tally.failed(error)
-        self._core.tally.refused_blocks += len(record.keys)
+        self._core.health.refuse(len(record.keys))
         if isinstance(error, BudgetSpent):
             self._core.tally.budget_refused_blocks += len(record.keys)
         self._forget(record)

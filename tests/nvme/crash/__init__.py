@@ -1,0 +1,1 @@
+"""What a store keeps when its process is killed or its machine loses power."""
