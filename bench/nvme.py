@@ -74,7 +74,7 @@ def run(
     scales: list[Scale] = []
     version = nvme_peer.version(peer) if peer and "peer" in parts else None
     if "drive" in parts or version:
-        need = max(2 * total * (turns + 4) for total, turns in plan.totals)
+        need = max(total * (turns + 3) for total, turns in plan.totals)
         require(directory, need, "the comparison with the drive")
         nvme_drive.require_direct(directory)
         for block_bytes in plan.block_bytes:
