@@ -33,6 +33,7 @@ def run_export(
     namespaces: Sequence[str],
     prefixes: Sequence[str],
     labels: Sequence[str],
+    codec: str,
     force: bool,
     as_json: bool,
 ) -> bool:
@@ -43,7 +44,9 @@ def run_export(
         tuple(labels),
     )
     with _bar("export", "blocks") as progress:
-        report = export_bundle(store, bundle, selection, force=force, progress=progress)
+        report = export_bundle(
+            store, bundle, selection, codec=codec, force=force, progress=progress
+        )
     rows = {
         "blocks": f"{report.blocks:,} in {report.records:,} records",
         "bytes": f"{format_size(report.nbytes)}, in the bundle {format_size(report.file_bytes)}",

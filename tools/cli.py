@@ -160,6 +160,9 @@ def export_to_bundle(
         list[str] | None,
         typer.Option("--label", metavar="LABEL", help="All paths pinned under this label."),
     ] = None,
+    codec: Annotated[
+        str, typer.Option("--codec", metavar="NAME", help="How blocks are stored: zstd or raw.")
+    ] = "zstd",
     force: Annotated[bool, typer.Option("--force", help="Replace BUNDLE if it is there.")] = False,
     as_json: options.Json = False,
 ) -> None:
@@ -175,6 +178,7 @@ def export_to_bundle(
         namespaces=namespace or (),
         prefixes=prefix or (),
         labels=label or (),
+        codec=codec,
         force=force,
         as_json=as_json,
     )

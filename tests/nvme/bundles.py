@@ -1,13 +1,16 @@
 """Stores with a small tree of branches, and bundles made of them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvtier.index.words import BlockKey
+from kvtier.tiers.contracts import Bytes
 from kvtier.tiers.nvme.bundle_export import ExportReport, export_bundle
 from kvtier.tiers.nvme.bundle_import import ImportReport, import_bundle
 from kvtier.tiers.nvme.bundle_plan import EVERYTHING, Selection
+from kvtier.tiers.nvme.files import Files
 from tests.nvme.rig import Branch, Rig, branch, num_landed
 
 OTHER = b"o" * 32
@@ -32,10 +35,10 @@ class Tree:
         return cls(trunk, limb, twig, branch(5, 3), branch(3, 4, namespace=OTHER))
 
 
-def grown(store: Path, block_bytes: int = 5000) -> Tree:
+def grown(store: Path, block_bytes: int = 5000, **options: Any) -> Tree:
     """A store that holds the tree."""
     tree = Tree.make()
-    with Rig(store, block_bytes=block_bytes) as rig:
+    with Rig(store, block_bytes=block_bytes, **options) as rig:
         for part in (tree.trunk, tree.limb, tree.twig, tree.alone):
             assert num_landed(rig.put(part)) == len(part.keys)
         assert num_landed(rig.put(tree.foreign, namespace=OTHER)) == 3
@@ -74,3 +77,29 @@ def exported(
 
 def prefixes(*keys: BlockKey) -> Selection:
     return Selection(prefixes=keys)
+
+
+class Killed(BaseException):
+    """Nobody catches this."""
+
+
+class KilledFiles(Files):
+    """Dies at the `at`-th write (from 0), with the leading `done` of its bytes on disk; at the
+    first sync if there are fewer writes."""
+
+    def __init__(self, at: int, done: float) -> None:
+        super().__init__(direct=False)
+        self._at = at
+        self._done = done
+        self.num_writes = 0
+
+    def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+        if self.num_writes == self._at:
+            (buffer,) = buffers
+            super().pwritev(fd, [buffer[: int(self._done * len(buffer))]], offset)
+            raise Killed
+        self.num_writes += 1
+        return super().pwritev(fd, buffers, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        raise Killed

@@ -17,39 +17,23 @@ from kvtier.tiers.nvme.bundle_reader import verify_bundle
 from kvtier.tiers.nvme.check import check_store
 from kvtier.tiers.nvme.files import Files
 from kvtier.tiers.nvme.record import PAGE
-from tests.nvme.bundles import ALL, Tree, bring, exported, grown, held, prefixes
+from tests.nvme.bundles import (
+    ALL,
+    Killed,
+    KilledFiles,
+    Tree,
+    bring,
+    exported,
+    grown,
+    held,
+    prefixes,
+)
 from tests.nvme.faults import FaultyFiles
 from tests.nvme.rig import Rig, branch, flip
 
 NUM_RECORDS = 9
 NUM_WRITES = NUM_RECORDS + 2
 """The head, the records, the footer."""
-
-
-class Killed(BaseException):
-    """Nobody catches this."""
-
-
-class KilledFiles(Files):
-    """Dies at the `at`-th write (from 0), with the leading `done` of its bytes on disk; at the
-    first sync if there are fewer writes."""
-
-    def __init__(self, at: int, done: float) -> None:
-        super().__init__(direct=False)
-        self._at = at
-        self._done = done
-        self.num_writes = 0
-
-    def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
-        if self.num_writes == self._at:
-            (buffer,) = buffers
-            super().pwritev(fd, [buffer[: int(self._done * len(buffer))]], offset)
-            raise Killed
-        self.num_writes += 1
-        return super().pwritev(fd, buffers, offset)
-
-    def fdatasync(self, fd: int) -> None:
-        raise Killed
 
 
 class CountingFiles(Files):

@@ -70,6 +70,7 @@ def test_mistakes_cost_nothing_and_are_one_line(run: Run, store: Path, tmp_path:
     assert "is no bundle" in run("bundle-info", store / "owner").complaint
     assert "is no bundle" in run("import", store / "owner", tmp_path / "new").complaint
     assert not (tmp_path / "new").exists()
+    assert "zstd, raw" in run("export", store, tmp_path / "x", "--codec", "lzma").complaint
     assert "64 hexadecimal" in run("export", store, tmp_path / "x", "--namespace", "ab").complaint
     assert "--prefix" in run("export", store, tmp_path / "x", "--prefix", "z" * 64).complaint
     said = run("import", tmp_path / "file", store, "--nvme", "40KiB")

@@ -10,18 +10,11 @@ from pathlib import Path
 
 from xxhash import xxh3_64_intdigest
 
+from kvtier.index.words import BlockKey
 from kvtier.tiers.contracts import Bytes
-from kvtier.tiers.errors import (
-    RecordRefused,
-    StoreCorrupt,
-    StoreUnsupported,
-    StoreVersion,
-)
-from kvtier.tiers.nvme.bundle import (
-    MAX_BLOCK_BYTES,
-    MAX_HEADER_BYTES,
-    check_names,
-)
+from kvtier.tiers.errors import RecordRefused, StoreCorrupt, StoreUnsupported, StoreVersion
+from kvtier.tiers.nvme.bundle import MAX_BLOCK_BYTES, MAX_HEADER_BYTES, check_names
+from kvtier.tiers.nvme.bundle_packing import Packer
 from kvtier.tiers.nvme.bundle_part import Part
 from kvtier.tiers.nvme.bundle_plan import EVERYTHING, Plan, Selection
 from kvtier.tiers.nvme.bundle_reader import Problems
@@ -29,17 +22,9 @@ from kvtier.tiers.nvme.catalogue import Catalogue
 from kvtier.tiers.nvme.files import Files
 from kvtier.tiers.nvme.lock import StoreLock
 from kvtier.tiers.nvme.reader import check_identity
-from kvtier.tiers.nvme.record import (
-    PAGE,
-    RecordHeader,
-    StoredBlock,
-    decode_header,
-)
-from kvtier.tiers.nvme.rows import (
-    Extent,
-)
+from kvtier.tiers.nvme.record import PAGE, RecordHeader, StoredBlock, decode_header
+from kvtier.tiers.nvme.rows import Extent
 from kvtier.tiers.nvme.segments import Segments
-from kvtier.tiers.nvme.tables import Rows
 from kvtier.tiers.nvme.workers import Scratch
 
 
@@ -68,6 +53,7 @@ def export_bundle(
     destination: Path,
     selection: Selection = EVERYTHING,
     *,
+    codec: str = "zstd",
     force: bool = False,
     progress: Callable[[int, int], None] | None = None,
     files: Files | None = None,
@@ -75,17 +61,20 @@ def export_bundle(
 ) -> ExportReport:
     """Write what is selected of the store at `store` to `destination`, whole or not at all.
 
+    `codec`: "zstd" (what that does not shrink stays raw) or "raw".
     `progress` is told `(blocks done, blocks in all)`; `files` writes the bundle; what has expired
     by `clock` (seconds, the tier's) stays behind. An existing `destination` is replaced only with
     `force`. If this fails, `destination` is as it was and `destination`.part holds what the next
     run goes on behind.
 
-    Raises `BundleRefused` if the bundle cannot be written, `StoreInUse` beside a writer,
-    `StoreVersion`, `StoreUnsupported` where there is no store, `StoreCorrupt` if its catalogue
-    cannot be opened. A damaged record or row is a line in `problems`.
+    Raises `BundleRefused` if the bundle cannot be written, `CodecUnknown`, `StoreInUse` beside a
+    writer, `StoreVersion`, `StoreUnsupported` where there is no store, `StoreCorrupt` if its
+    catalogue cannot be opened. A damaged record or row is a line in `problems`.
     """
     if not (store / "catalog").is_dir():
         raise StoreUnsupported(f"{store}: there is no store here; check the path")
+    scratch = Scratch()
+    packer = Packer(codec, scratch.coder)
     lock = StoreLock(store, read_only=True)
     try:
         catalogue = Catalogue.open(store / "catalog", read_only=True)
@@ -95,7 +84,7 @@ def export_bundle(
             try:
                 with catalogue.reading() as rows, Part(destination, force, files) as part:
                     plan = Plan(rows, namespaces, selection, int(clock() * 1e6))
-                    return _Export(rows, plan, segments, part, progress).run()
+                    return _Export(plan, segments, part, packer, scratch, progress).run()
             finally:
                 segments.close()
         finally:
@@ -121,18 +110,19 @@ def _no_ids() -> int:
 class _Export:
     def __init__(
         self,
-        rows: Rows,
         plan: Plan,
         segments: Segments,
         part: Part,
+        packer: Packer,
+        scratch: Scratch,
         progress: Callable[[int, int], None] | None,
     ) -> None:
-        self._rows = rows
         self._plan = plan
         self._segments = segments
         self._part = part
+        self._packer = packer
+        self._scratch = scratch
         self._progress = progress
-        self._scratch = Scratch()
         self._problems = Problems()
         self._blocks = self._nbytes = self._damaged = 0
 
@@ -165,12 +155,10 @@ class _Export:
         """Bring the first `count` blocks of an extent into the part; how many were sound."""
         if not count:
             return 0
-        namespace = self._plan.namespaces[extent.namespace_id]
-        part = self._part
-        header = part.resume(namespace, extent.parent, extent.keys[:count])
+        header = self._resume(extent, extent.keys[:count])
         if header is None:
             try:
-                header, stored = self._read(extent, count, namespace)
+                header, stored = self._read(extent, count)
             except (RecordRefused, StoreVersion, OSError) as error:
                 self._problems.add(f"record {extent.id:x}: {error}")
                 self._damaged += count
@@ -179,18 +167,23 @@ class _Export:
                 self._damaged += count
                 return 0
             keys = tuple(block.key for block in header.blocks)
-            if part.resume(namespace, extent.parent, keys) is None:
-                part.append(header, stored)
+            if self._resume(extent, keys) is None:
+                self._part.append(header, stored)
         kept = len(header.blocks)
         self._blocks += kept
         self._damaged += count - kept
         self._nbytes += kept * header.block_bytes
         return kept
 
-    def _read(
-        self, extent: Extent, count: int, namespace: bytes
-    ) -> tuple[RecordHeader, Sequence[Bytes]]:
-        """The leading sound blocks of the first `count`: a header for just them, their bytes."""
+    def _resume(self, extent: Extent, keys: tuple[BlockKey, ...]) -> RecordHeader | None:
+        """The record an earlier export left of just these blocks, if it is the next one there."""
+        namespace = self._plan.namespaces[extent.namespace_id]
+        return self._part.resume(namespace, extent.parent, keys, raw=self._packer.raw)
+
+    def _read(self, extent: Extent, count: int) -> tuple[RecordHeader, Sequence[Bytes]]:
+        """The leading sound blocks of the first `count`: a header for just them, their bytes as
+        the bundle is to have them."""
+        namespace = self._plan.namespaces[extent.namespace_id]
         raw = self._scratch.take("record", extent.starts[count] - extent.offset)
         with self._segments.opened(extent.segment) as fd:
             if self._segments.files.preadv(fd, [raw], extent.offset) != len(raw):
@@ -200,16 +193,21 @@ class _Export:
         check_names(header)
         if header.block_bytes > MAX_BLOCK_BYTES or header.header_bytes > MAX_HEADER_BYTES:
             raise RecordRefused("its blocks or its header are larger than a bundle takes")
-        blocks: list[StoredBlock] = []
-        stored: list[Bytes] = []
-        for block, offset in zip(header.blocks[:count], header.offsets, strict=False):
-            data = raw[offset:][: block.stored_bytes]
-            if xxh3_64_intdigest(data.data) != block.checksum:
+        rows: list[StoredBlock] = []
+        pieces: list[Bytes] = []
+        for row, offset in zip(header.blocks[:count], header.offsets, strict=False):
+            stored = raw[offset : offset + row.stored_bytes]
+            try:
+                block = self._scratch.coder.decoded(row.codec, stored, header.block_bytes)
+                if xxh3_64_intdigest(block.data) != row.checksum:
+                    raise RecordRefused("its bytes are not those that were written")
+            except RecordRefused as error:
                 self._problems.add(
-                    f"record {extent.id:x}: block {block.key.hex()} fails its checksum"
+                    f"record {extent.id:x}: block {row.key.hex()} fails its checksum ({error})"
                 )
                 break
-            blocks.append(block)
-            stored.append(data)
-        tokens = header.tokens[: 4 * header.block_tokens * len(blocks)]
-        return replace(header, tokens=tokens, blocks=tuple(blocks)), stored
+            row, piece = self._packer.pack(namespace, row, stored, block, first=not rows)
+            rows.append(row)
+            pieces.append(piece)
+        tokens = header.tokens[: 4 * header.block_tokens * len(rows)]
+        return replace(header, tokens=tokens, blocks=tuple(rows)), pieces

@@ -20,7 +20,7 @@ from kvtier.tiers.errors import BundleRefused, StoreVersion
 from kvtier.tiers.nvme.bundle import Contents, encode_footer, encode_head
 from kvtier.tiers.nvme.bundle_reader import Bundle, Damage, Problems, Record, num_sound
 from kvtier.tiers.nvme.files import Files
-from kvtier.tiers.nvme.record import PAGE, RecordHeader, encode_header
+from kvtier.tiers.nvme.record import PAGE, RAW, RecordHeader, encode_header
 from kvtier.tiers.nvme.workers import Scratch
 
 
@@ -68,15 +68,17 @@ class Part:
         self._files.close(self._fd)
 
     def resume(
-        self, namespace: bytes, parent: BlockKey, keys: Sequence[BlockKey]
+        self, namespace: bytes, parent: BlockKey, keys: tuple[BlockKey, ...], *, raw: bool
     ) -> RecordHeader | None:
-        """The header of the next record that an earlier export left, if it holds just these."""
+        """The header of the next record that an earlier export left, if it holds just these blocks
+        (and all of them `raw`, if that is asked for)."""
         record = self._next
         if record is None:
             return None
         header = record.header
         told = (header.namespace, header.parent, tuple(block.key for block in header.blocks))
-        if told != (namespace, parent, tuple(keys)):
+        encoded = any(block.codec != RAW for block in header.blocks)
+        if told != (namespace, parent, keys) or (raw and encoded):
             return None
         self.contents.add(header, record.raw)
         self.end += header.record_bytes

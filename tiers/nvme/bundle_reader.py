@@ -27,7 +27,8 @@ from kvtier.tiers.nvme.bundle import (
     check_names,
     decode_footer,
 )
-from kvtier.tiers.nvme.record import MAGIC, PAGE, RecordHeader, decode_header
+from kvtier.tiers.nvme.codecs import Coder
+from kvtier.tiers.nvme.record import MAGIC, PAGE, RAW, RecordHeader, decode_header
 
 CUT_SHORT = "record: the bundle ends before its blocks do"
 
@@ -72,6 +73,7 @@ class Bundle:
             os.close(self._fd)
             raise
         self._complete = False
+        self._coder = Coder()
 
     def __enter__(self) -> "Bundle":
         return self
@@ -130,11 +132,14 @@ class Bundle:
         block, offset = header.blocks[position], record.offset + header.offsets[position]
         if offset + block.stored_bytes > self.nbytes:
             raise RecordRefused(CUT_SHORT)
+        stored = out if block.codec == RAW else np.empty(block.stored_bytes, np.uint8)
         try:
-            count = os.preadv(self._fd, [out.data], offset)
+            count = os.preadv(self._fd, [stored.data], offset)
         except OSError as error:
             raise RecordRefused(f"record: cannot be read ({error.strerror})") from error
-        if count != len(out) or xxh3_64_intdigest(out.data) != block.checksum:
+        if count == len(stored) and block.codec != RAW:
+            self._coder.decode(block.codec, stored, out)
+        if count != len(stored) or xxh3_64_intdigest(out.data) != block.checksum:
             raise RecordRefused(f"record: block {block.key.hex()[:16]} fails its checksum")
 
     def _read(self, offset: int, nbytes: int) -> bytes:
