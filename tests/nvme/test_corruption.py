@@ -1,13 +1,12 @@
 """Damaged, swapped, stale and foreign bytes are misses: never served, then forgotten."""
 
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvtier.tiers.errors import StoreCorrupt, StoreVersion
+from kvtier.tiers.errors import StoreVersion
 from kvtier.tiers.nvme.catalogue import Catalogue
 from kvtier.tiers.nvme.check import check_store
 from kvtier.tiers.nvme.record import PAGE, decode_header, encode_header
@@ -192,27 +191,6 @@ def test_a_damaged_row_of_the_catalogue_is_a_miss(tmp_path: Path) -> None:
     with Rig(store) as rig:
         assert rig.landed(blocks) < 3
         assert num_landed(rig.put(branch(3, 5))) == 3
-
-
-def test_a_catalogue_that_is_no_catalogue_is_named(tmp_path: Path) -> None:
-    store = tmp_path / "s"
-    filled(store, branch(3))
-    (store / "catalog" / "data.mdb").write_bytes(bytes(range(256)) * 64)
-    with pytest.raises(StoreCorrupt, match="catalogue is damaged.*page 0"):
-        Rig(store)
-    with pytest.raises(StoreCorrupt):
-        check_store(store)
-
-
-def test_a_lost_catalogue_beside_full_segments_is_not_taken_for_a_new_store(
-    tmp_path: Path,
-) -> None:
-    store = tmp_path / "s"
-    filled(store, branch(3))
-    shutil.rmtree(store / "catalog")
-    with pytest.raises(StoreCorrupt, match="has lost its catalogue"):
-        Rig(store)
-    assert segment_files(store) != []
 
 
 def test_a_store_of_a_newer_format_is_refused_and_left_alone(

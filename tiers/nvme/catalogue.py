@@ -58,12 +58,16 @@ class Addition:
 
 @dataclass(frozen=True)
 class Change:
-    """What one transaction does, in this order of fields."""
+    """What one transaction does, in this order of fields.
+
+    `supersede`: the blocks of an addition take the place of the same blocks in older records.
+    """
 
     cleared: Sequence[Freed] = ()
     abandoned: Sequence[Freed] = ()
     uses: Mapping[int, int] = field(default_factory=dict)
     quarantine: Sequence[tuple[int, int]] = ()
+    supersede: bool = False
     additions: Sequence[Addition] = ()
     ends: Mapping[int, int] = field(default_factory=dict)
     sealed: Collection[int] = ()
@@ -196,13 +200,14 @@ class Catalogue:
             table = rows.scan(Table.FREES)
         return [Freed(0, *key_pair(key), key_number(body)) for key, body in table]
 
-    def begin_epoch(self) -> int:
+    def begin_epoch(self, after: int = 0) -> int:
         """Count this opening and forget namespaces that hold nothing; returns the epoch (from 1).
 
-        Ids are `epoch << 32 | n`, so no id is ever used twice, not even after a crash.
+        It is later than `after`. Ids are `epoch << 32 | n`, so no id is ever used twice, not even
+        after a crash.
         """
         with self._writing() as edit:
-            epoch = _word(edit.get(Table.META, _EPOCH_KEY)) + 1
+            epoch = max(_word(edit.get(Table.META, _EPOCH_KEY)), after) + 1
             edit.put(Table.META, _EPOCH_KEY, _WORD.pack(epoch))
             for digest, number in list(self._namespaces.items()):
                 body = edit.get(Table.NAMESPACES, namespace_key(number))
@@ -229,7 +234,10 @@ class Catalogue:
                 number = self._namespaces.get(digest) or fresh.get(digest)
                 if number is None:
                     number = fresh[digest] = edit.new_namespace(digest)
-                accepted.append(edit.add(replace(extent, namespace_id=number), addition.used))
+                extent = replace(extent, namespace_id=number)
+                if change.supersede:
+                    edit.supersede(extent)
+                accepted.append(edit.add(extent, addition.used))
                 if not accepted[-1]:
                     edit.queue(Freed(extent.id, extent.segment, extent.offset, extent.nbytes))
             for id, end in change.ends.items():

@@ -18,7 +18,9 @@ from kvtier.tiers.nvme.catalogue import Catalogue
 from kvtier.tiers.nvme.files import Files
 from kvtier.tiers.nvme.lock import StoreLock
 from kvtier.tiers.nvme.reader import check_identity
+from kvtier.tiers.nvme.rebuild import CATALOGUE
 from kvtier.tiers.nvme.record import PAGE, decode_header
+from kvtier.tiers.nvme.recovery import is_store
 from kvtier.tiers.nvme.rows import (
     Extent,
     NamespaceRow,
@@ -61,11 +63,11 @@ def check_store(path: Path, *, progress: Callable[[int, int], None] | None = Non
     `StoreVersion`, `StoreUnsupported` where there is no store, and `StoreCorrupt` if the catalogue
     cannot be opened at all; everything smaller is a line in `problems`.
     """
-    if not (path / "catalog").is_dir():
+    if not is_store(path):
         raise StoreUnsupported(f"{path}: there is no store here; check the path")
     lock = StoreLock(path, read_only=True)
     try:
-        catalogue = Catalogue.open(path / "catalog", read_only=True)
+        catalogue = Catalogue.open(path / CATALOGUE, read_only=True)
         try:
             with catalogue.reading() as rows:
                 return _Check(path / "segments", rows, progress).run()

@@ -38,9 +38,10 @@ class Edit(Book):
         parent = self.extent_of(space, extent.parent) if extent.parent != ROOT_KEY else None
         if parent is None and extent.parent != ROOT_KEY:
             return False
-        if any(self.block(space, key) is not None for key in extent.keys):
+        keys = extent.keys[: extent.live]
+        if any(self.block(space, key) is not None for key in keys):
             return False
-        for position, key in enumerate(extent.keys):
+        for position, key in enumerate(keys):
             self.put(Table.BLOCKS, block_row_key(space, key), encode_block(extent.id, position))
         if parent is not None:
             self.put(Table.HEADS, block_row_key(space, extent.parent), number_key(extent.id))
@@ -52,6 +53,19 @@ class Edit(Book):
         self.count(extent, extent.live, extent.nbytes)
         self.totals.extents += 1
         return True
+
+    def supersede(self, extent: Extent) -> None:
+        """Remove the blocks of `extent` from older records, with all that hangs off them there.
+
+        Changes nothing if the extent's parent is missing.
+        """
+        space, parent = extent.namespace_id, extent.parent
+        if parent != ROOT_KEY and self.extent_of(space, parent) is None:
+            return
+        for key in extent.keys[: extent.live]:
+            row = self.block(space, key)
+            if row is not None:
+                self.quarantine(*row)
 
     def trim(self, extent: Extent, live: int) -> None:
         """Keep only the first `live` blocks (0: forget the extent) and queue the rest as freed.

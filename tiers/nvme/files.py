@@ -9,6 +9,7 @@ import errno
 import logging
 import mmap
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -87,6 +88,19 @@ class Files:
         """Give a range back to the file system; it reads as zeros from now on."""
         self._call_fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, length)
 
+    def next_data(self, fd: int, offset: int) -> tuple[int, int] | None:
+        """Where data next stands at or after `offset`, and where it ends; None: no more follows.
+
+        What is reserved and was never written is no data.
+        """
+        try:
+            start = os.lseek(fd, offset, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return None
+            raise
+        return start, os.lseek(fd, start, os.SEEK_HOLE)
+
     def truncate(self, path: Path, length: int) -> None:
         """Cut a file to `length` if it is longer."""
         if path.stat().st_size > length:
@@ -94,6 +108,15 @@ class Files:
 
     def unlink(self, path: Path) -> None:
         path.unlink(missing_ok=True)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a directory another name, which must be free."""
+        old.rename(new)
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a directory with all that is in it. One that is gone is fine."""
+        if path.exists():
+            shutil.rmtree(path)
 
     def make_directory(self, path: Path) -> None:
         """A directory and its parents, unless they are there."""

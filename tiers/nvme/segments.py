@@ -5,6 +5,7 @@ number of times. `allocate`, `retire` and `settled` are called from the tier's l
 any thread.
 """
 
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ SEGMENT_BYTES = 1 << 30
 """A segment is closed to writing once it is this long: a terabyte is a thousand files."""
 
 _MAX_OPEN = 128
+_NAME = re.compile(r"(?!ffffffff)[0-9a-f]{16}\.seg")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,12 @@ class Allocation:
 class _Opened:
     fd: int
     users: int = 0
+
+
+def list_segments(directory: Path) -> dict[int, Path]:
+    """The segment files under `directory` by their ids, ascending. Other files are not ours."""
+    named = (path for path in directory.iterdir() if _NAME.fullmatch(path.name))
+    return dict(sorted((int(path.stem, 16), path) for path in named))
 
 
 class Segments:

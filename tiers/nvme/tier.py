@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,8 +30,9 @@ from kvtier.tiers.nvme.landing import Landing
 from kvtier.tiers.nvme.lock import StoreLock
 from kvtier.tiers.nvme.pace import CodecStatistics, Meter
 from kvtier.tiers.nvme.reader import Reader
+from kvtier.tiers.nvme.rebuild import CATALOGUE
 from kvtier.tiers.nvme.record import PAGE
-from kvtier.tiers.nvme.recovery import prepare_directory, recover
+from kvtier.tiers.nvme.recovery import Ids, is_store, open_catalogue, prepare_directory
 from kvtier.tiers.nvme.rows import Counters, DayWritten
 from kvtier.tiers.nvme.segments import SEGMENT_BYTES, Segments
 from kvtier.tiers.nvme.watch import Watch
@@ -120,7 +120,7 @@ class NvmeTier:
         lock: StoreLock,
         catalogue: Catalogue,
         segments: Segments,
-        next_id: Callable[[], int],
+        ids: Ids,
         totals: Counters,
         written: DayWritten | None,
         signal: Signal,
@@ -129,7 +129,7 @@ class NvmeTier:
         self._lock = lock
         self._catalogue = catalogue
         self._segments = segments
-        self._next_id = next_id
+        self._ids = ids
         self._totals = totals
         self._signal = signal
         self._settings = settings
@@ -196,7 +196,7 @@ class NvmeTier:
                 f"{path}: a capacity of {capacity_bytes} bytes holds no block; "
                 f"give at least {2 * PAGE}"
             )
-        if read_only and not (path / "catalog").is_dir():
+        if read_only and not is_store(path):
             raise StoreUnsupported(f"{path}: there is no store here; check the path")
         files = files or Files()
         if not read_only:
@@ -435,7 +435,7 @@ class NvmeTier:
         self._reader = Reader(self._core, self._meter, settings.io_threads)
         self._writer = Writer(
             self._core,
-            self._next_id,
+            self._ids.take,
             self._meter,
             settings.policy,
             extent_bytes=settings.geometry.extent_bytes,
@@ -463,35 +463,26 @@ class NvmeTier:
 
 def _open_parts(
     path: Path, files: Files, settings: Settings
-) -> tuple[Catalogue, Segments, Callable[[], int], Counters, DayWritten | None]:
+) -> tuple[Catalogue, Segments, Ids, Counters, DayWritten | None]:
     """Catalogue, segments, source of ids, totals, what the day's budget has had: recovered.
 
     Raises as `open`, or `OSError`.
     """
-    if not settings.read_only:
-        files.probe(path / "segments")
-    fresh = not settings.read_only and not any((path / "segments").glob("*.seg"))
-    catalogue = Catalogue.open(path / "catalog", read_only=settings.read_only, create=fresh)
-    try:
-        if fresh:  # no record may be published while a name on the way to it can be lost
-            files.sync_directory(path / "catalog")
-            files.sync_directory(path)
-            files.sync_directory(path.parent)
-        epoch = 0 if settings.read_only else catalogue.begin_epoch()
-        next_id = count(epoch << 32 | 1).__next__
-        segments = Segments(
-            path / "segments",
-            files,
-            next_id,
-            read_only=settings.read_only,
-            segment_bytes=settings.geometry.segment_bytes,
-        )
-        if settings.read_only:
-            totals = catalogue.counters()
-        else:
-            totals = recover(catalogue, segments, settings.capacity_bytes)
-        written = catalogue.written()
-    except BaseException:
-        catalogue.close()
-        raise
-    return catalogue, segments, next_id, totals, written
+    ids = Ids()
+    segments = Segments(
+        path / "segments",
+        files,
+        ids.take,
+        read_only=settings.read_only,
+        segment_bytes=settings.geometry.segment_bytes,
+    )
+    if settings.read_only:
+        catalogue = Catalogue.open(path / CATALOGUE, read_only=True)
+        try:
+            return catalogue, segments, ids, catalogue.counters(), catalogue.written()
+        except BaseException:
+            catalogue.close()
+            raise
+    files.probe(path / "segments")
+    opened = open_catalogue(segments, ids, settings.capacity_bytes)
+    return opened.catalogue, segments, ids, opened.totals, opened.written
