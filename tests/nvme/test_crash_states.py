@@ -155,4 +155,5 @@ def harm(site: str, where: Sequence[tuple[Workload, bool]], scratch: Scratch) ->
 
 def test_the_recorder_knows_every_call_of_the_file_layer() -> None:
     calls = {name for name in vars(Files) if not name.startswith("_")}
-    assert calls - {"close", "preadv"} <= HANDLED
+    of_a_rebuild = {"rename", "remove_tree"}  # test_rebuild.py kills it at every step
+    assert calls - {"close", "preadv", "next_data"} - of_a_rebuild <= HANDLED

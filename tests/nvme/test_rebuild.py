@@ -378,6 +378,54 @@ def test_a_rebuild_that_is_killed_at_any_step_leaves_a_store_that_opens(
     raise AssertionError("it never ended")
 
 
+class Telling(Files):
+    """Writes down renames, syncs of directories, and what destroys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+
+    def rename(self, old: Path, new: Path) -> None:
+        self.log.append(f"{old.name} -> {new.name}")
+        super().rename(old, new)
+
+    def sync_directory(self, path: Path) -> None:
+        self.log.append(f"sync {path.name}")
+        super().sync_directory(path)
+
+    def punch(self, fd: int, offset: int, length: int) -> None:
+        self.log.append("destroy")
+        super().punch(fd, offset, length)
+
+    def unlink(self, path: Path) -> None:
+        self.log.append("destroy")
+        super().unlink(path)
+
+    def truncate(self, path: Path, length: int) -> None:
+        self.log.append("destroy")
+        super().truncate(path, length)
+
+
+def test_a_new_catalogue_is_durable_before_it_is_named_and_named_before_anything_is_destroyed(
+    tmp_path: Path,
+) -> None:
+    store, files = tmp_path / "s", Telling()
+    with Rig(store, files=Unpunched(), capacity_bytes=CAPACITY // 2) as rig:
+        for seed in range(8):
+            rig.put(branch(6, seed))
+    (store / "catalog" / "data.mdb").write_bytes(b"damaged" * 4000)
+    with Rig(store, files=files):
+        pass
+    log = files.log[files.log.index("sync catalog.new") :]  # before that, the probe
+    assert log[:4] == [
+        "sync catalog.new",
+        "catalog -> catalog.damaged",
+        "catalog.new -> catalog",
+        "sync s",
+    ]
+    assert "destroy" in log[4:]
+
+
 def test_a_rebuild_within_less_room_evicts_first(tmp_path: Path) -> None:
     store = tmp_path / "s"
     with Rig(store) as rig:
