@@ -4,9 +4,11 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  ?=
+N      ?= 1000
+LOG    ?= docs/results/crash.jsonl
 export PYTHONSAFEPATH := 1
 
-.PHONY: install demo test stress lint bench clean
+.PHONY: install demo test stress crash crash-states lint bench clean
 
 install: $(VENV)/.installed
 
@@ -25,6 +27,14 @@ test: install
 
 stress: install
 	$(BIN)/python -m pytest -q -m stress
+
+# Kill a store's process N times, at random instants and at chosen calls; counts add up in LOG.
+crash: install
+	PYTHONPATH=$(CURDIR) $(BIN)/python -m tests.nvme.crash --rounds $(N) --log $(LOG)
+
+# Every disk that a power cut may leave of every workload of up to three operations.
+crash-states: install
+	$(BIN)/python -m pytest -q -m "stress or not stress" tests/nvme/test_crash_states.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -4,9 +4,15 @@ from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
+from numpy.random import default_rng
 
 
 def block_bytes(key: bytes, nbytes: int) -> npt.NDArray[np.uint8]:
     """uint8 [nbytes]: pseudo-random, the same for the same key (BLAKE2b seeds a PCG64)."""
     seed = int.from_bytes(blake2b(key, digest_size=16).digest(), "little")
-    return np.frombuffer(np.random.default_rng(seed).bytes(nbytes), np.uint8).copy()
+    return np.frombuffer(default_rng(seed).bytes(nbytes), np.uint8).copy()
+
+
+def mixed_bytes(key: bytes, nbytes: int) -> npt.NDArray[np.uint8]:
+    """As `block_bytes`; every second key's bytes have half the bits, so that they compress."""
+    return block_bytes(key, nbytes) & np.uint8(0x0F if key[0] & 1 else 0xFF)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvtier.index.words import ROOT_KEY, BlockKey, Slots, TierId, Tokens, block_keys
-from kvtier.tiers.contracts import LANDED, Answer, Checksums, Fetch, Flight, Put, Signal
+from kvtier.tiers.contracts import LANDED, Answer, Bytes, Checksums, Fetch, Flight, Put, Signal
 from kvtier.tiers.nvme.files import Files
 from kvtier.tiers.nvme.health import Patience
 from kvtier.tiers.nvme.tier import Geometry, NvmeTier
@@ -54,8 +54,9 @@ def branch(
 class Rig:
     """A tier in a directory, and a pool to read into and write from. `options`: see `open`.
 
-    The clock that judges the drive stands still unless a test moves it (`pass_time`) or brings
-    another, so that no load on the machine looks like a drive that hangs.
+    `fill` makes a block's bytes from its key. The clock that judges the drive stands still unless a
+    test moves it (`pass_time`) or brings another, so that no load on the machine looks like a drive
+    that hangs.
     """
 
     def __init__(
@@ -70,11 +71,13 @@ class Rig:
         clock: Any = None,
         monotonic: Callable[[], float] | None = None,
         patience: Patience | None = None,
+        fill: Callable[[bytes, int], Bytes] = block_bytes,
         **options: Any,
     ) -> None:
         self.path = path
         self.signal = Signal()
         self.block_bytes = block_bytes
+        self.fill = fill
         self.time = 1.0
         self.now_s = 0.0
         self.tier = NvmeTier.open(
@@ -121,13 +124,14 @@ class Rig:
         checksums: Checksums | None = None,
         pool: ArrayPool | None = None,
         background: bool = False,
+        codec: str | None = None,
     ) -> Flight:
         """Start putting a branch, its bytes filled in."""
         count = len(blocks.keys)
         pool = ArrayPool(TierId.DRAM, count, self.block_bytes) if pool is None else pool
         slots = pool.alloc(count)
         for slot, key in zip(slots, blocks.keys, strict=True):
-            pool.view(int(slot))[:] = block_bytes(key, self.block_bytes)
+            pool.view(int(slot))[:] = self.fill(key, self.block_bytes)
         nothing = blocks.tokens[:0]
         return self.tier.put(
             Put(
@@ -140,6 +144,7 @@ class Rig:
                 slots,
                 checksums,
                 background,
+                codec,
             )
         )
 
@@ -170,7 +175,7 @@ class Rig:
         for status, slot, key in zip(flight.status, slots, blocks.keys, strict=True):
             if status == LANDED:
                 landed += 1
-                wanted = block_bytes(key, self.block_bytes)
+                wanted = self.fill(key, self.block_bytes)
                 assert np.array_equal(pool.view(int(slot)), wanted), "wrong bytes were served"
         assert (flight.status[:landed] == LANDED).all(), "blocks landed behind one that failed"
         return flight
