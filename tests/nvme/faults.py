@@ -4,7 +4,7 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 from typing import TypeVar
 
 from kvtier.tiers.contracts import Bytes
@@ -167,3 +167,70 @@ class ForgetfulFiles(Files):
                 for offset, length in ranges:
                     file.seek(offset)
                     file.write(bytes(length))
+
+
+class HangingFiles(Files):
+    """Blocks in the `at`-th call (from 0) of `call` after `arm`, until `release`.
+
+    `entered` is set once it hangs there. `hang("commit")` is for calls that are not the files'.
+    """
+
+    def __init__(self, call: str, *, at: int = 0) -> None:
+        super().__init__()
+        self._call = call
+        self._left = at
+        self._armed = False
+        self._guard = Lock()
+        self._released = Event()
+        self.entered = Event()
+
+    def arm(self) -> None:
+        self._armed = True
+
+    def release(self) -> None:
+        """Whatever hangs goes on, and nothing hangs any more."""
+        self._armed = False
+        self._released.set()
+
+    def hang(self, call: str) -> None:
+        """Called first in every call."""
+        with self._guard:
+            if not self._armed or call != self._call:
+                return
+            self._left -= 1
+            if self._left >= 0:
+                return
+        self.entered.set()
+        self._released.wait()
+
+    def open(self, path: Path, *, create: bool = False, read_only: bool = False) -> int:
+        self.hang("open")
+        return super().open(path, create=create, read_only=read_only)
+
+    def preadv(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+        self.hang("preadv")
+        return super().preadv(fd, buffers, offset)
+
+    def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+        self.hang("pwritev")
+        return super().pwritev(fd, buffers, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        self.hang("fdatasync")
+        super().fdatasync(fd)
+
+    def allocate(self, fd: int, offset: int, length: int) -> None:
+        self.hang("allocate")
+        super().allocate(fd, offset, length)
+
+    def punch(self, fd: int, offset: int, length: int) -> None:
+        self.hang("punch")
+        super().punch(fd, offset, length)
+
+    def unlink(self, path: Path) -> None:
+        self.hang("unlink")
+        super().unlink(path)
+
+    def sync_directory(self, path: Path) -> None:
+        self.hang("sync_directory")
+        super().sync_directory(path)
