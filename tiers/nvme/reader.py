@@ -97,19 +97,29 @@ class HeaderCache:
             self._headers.pop(id, None)
 
 
-def read_run(
-    run: Run,
-    request: Fetch,
-    landing: Landing,
-    segments: Segments,
-    headers: HeaderCache,
-    scratch: Scratch,
-) -> Damage | None:
+@dataclass(frozen=True)
+class Errand:
+    """What every run of one fetch needs. `tokens`: the request's, as records store them."""
+
+    request: Fetch
+    tokens: bytes
+    landing: Landing
+    segments: Segments
+    headers: HeaderCache
+
+    def told(self, block: int) -> bytes:
+        """The token ids the request gives a block."""
+        stride = len(self.tokens) // len(self.request.keys)
+        return self.tokens[block * stride : (block + 1) * stride]
+
+
+def read_run(run: Run, errand: Errand, scratch: Scratch) -> Damage | None:
     """Read, verify and land one run. Runs on a worker."""
+    landing = errand.landing
     if not landing.begin(run.first, len(run.slots)):
         return None
     try:
-        damage = _try_to_read(run, request, landing, segments, headers, scratch)
+        damage = _try_to_read(run, errand, scratch)
         if damage is not None:
             skipped = 0 if damage.position is None else max(0, damage.position - run.position)
             landing.cut(run.first + skipped)
@@ -118,60 +128,44 @@ def read_run(
     return damage
 
 
-def _try_to_read(
-    run: Run,
-    request: Fetch,
-    landing: Landing,
-    segments: Segments,
-    headers: HeaderCache,
-    scratch: Scratch,
-) -> Damage | None:
+def _try_to_read(run: Run, errand: Errand, scratch: Scratch) -> Damage | None:
     try:
-        return _read_verified(run, request, landing, segments, headers, scratch)
+        return _read_verified(run, errand, scratch)
     except (RecordRefused, StoreVersion, FileNotFoundError) as error:
-        headers.drop(run.extent.id)
+        errand.headers.drop(run.extent.id)
         return Damage(run.extent.id, 0, error)
     except OSError as error:
         return Damage(run.extent.id, None, error)
 
 
-def _read_verified(
-    run: Run,
-    request: Fetch,
-    landing: Landing,
-    segments: Segments,
-    headers: HeaderCache,
-    scratch: Scratch,
-) -> Damage | None:
-    extent = run.extent
+def _read_verified(run: Run, errand: Errand, scratch: Scratch) -> Damage | None:
+    extent, pool, landing = run.extent, errand.request.pool, errand.landing
     start = extent.starts[run.position]
-    pieces, direct = _destinations(run, request.pool, scratch)
-    header = headers.get(extent.id)
+    pieces, direct = _destinations(run, pool, scratch)
+    header = errand.headers.get(extent.id)
     raw = None if header else scratch.take("header", extent.header_pages * PAGE)
+    files = errand.segments.files
     begin = perf_counter()
-    with segments.opened(extent.segment) as fd:
+    with errand.segments.opened(extent.segment) as fd:
         if raw is not None and not run.position:  # the header stands right before the payload
-            read_whole(segments.files, fd, [raw, *pieces], extent.offset)
+            read_whole(files, fd, [raw, *pieces], extent.offset)
         else:
             if raw is not None:
-                read_whole(segments.files, fd, [raw], extent.offset)
-            read_whole(segments.files, fd, pieces, start)
+                read_whole(files, fd, [raw], extent.offset)
+            read_whole(files, fd, pieces, start)
     landing.pace.read(begin, perf_counter(), extent.starts[run.position + len(pieces)] - start)
     if header is None:
         assert raw is not None
         header = decode_header(raw.tobytes())
-        check_identity(header, extent, request.namespace)
-        headers.keep(header)
-    size = request.pool.block_bytes
-    tokens = request.tokens.astype("<i4", copy=False).tobytes()
-    stride = len(tokens) // len(request.keys)
-    views = block_views(request.pool, run.slots)
+        check_identity(header, extent, errand.request.namespace)
+        errand.headers.keep(header)
+    size = pool.block_bytes
+    views = block_views(pool, run.slots)
     checksums: list[int] = []
     damage: Damage | None = None
     for i, piece in enumerate(pieces):
-        place, block = run.position + i, run.first + i
-        told = tokens[block * stride : (block + 1) * stride]
-        if header.block_bytes != size or header.tokens_of(place) != told:
+        place = run.position + i
+        if header.block_bytes != size or header.tokens_of(place) != errand.told(run.first + i):
             damage = Damage(extent.id, None, ValueError("fetch: the record holds other tokens"))
             break
         row, slot = header.blocks[place], views[i]
@@ -241,31 +235,40 @@ class Reader:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, request: Fetch, landing: Landing) -> None:
-        """Begin a fetch. Nothing raised here reaches the caller: it fails the flight."""
-        flight = landing.flight
+        """Begin a fetch. Nothing raised here reaches the caller: it fails the flight.
+
+        The first run is being read while the extents of the others are still looked up.
+        """
+        core, flight = self._core, landing.flight
         if flight.done:
             return
+        tokens = request.tokens.astype("<i4", copy=False).tobytes()
+        errand = Errand(request, tokens, landing, core.segments, self._headers)
+        num_blocks = len(request.keys)
+        nbytes = num_blocks * padded(request.pool.block_bytes)
+        target = min(RUN_BYTES, max(_MIN_RUN_BYTES, nbytes // self._threads))
+        slots = request.slots.tolist()
+        runs: list[Run] = []
+        futures: list[asyncio.Future[Damage | None]] = []
+        found, error = 0, None
         try:
-            now = self._core.now()
-            spans = self._core.catalogue.find(request.namespace, request.keys, now)
-        except (OSError, StoreCorrupt) as error:
-            self._core.health.count(error, Fault.CATALOGUE)
-            flight.fail_rest(error)
-            return
-        found = sum(span.count for span in spans)
+            for span in core.catalogue.walk(request.namespace, request.keys, core.now()):
+                for run in cut_runs(span, found, slots, target):
+                    core.hold([run.extent.id])
+                    runs.append(run)
+                    job = partial(read_run, run, errand)
+                    futures.append(core.workers.submit(job, Call.READ, urgent=True))
+                found += span.count
+        except (OSError, StoreCorrupt) as failure:
+            core.health.count(failure, Fault.CATALOGUE)
+            error = failure
         landing.cut(found)
-        self._core.tally.misses += len(request.keys) - found
-        flight.fail(range(found, len(request.keys)))
-        if not found:
-            return
-        runs = cut_runs(spans, request, self._threads)
-        extents = [run.extent.id for run in runs]
-        self._core.used(set(extents))
-        self._core.hold(extents)
-        segments, headers = self._core.segments, self._headers
-        jobs = (partial(read_run, r, request, landing, segments, headers) for r in runs)
-        futures = [self._core.workers.submit(job, Call.READ, urgent=True) for job in jobs]
-        self._keep(asyncio.create_task(self._finish(landing, runs, futures)))
+        if error is None:
+            core.tally.misses += num_blocks - found
+        flight.fail(range(found, num_blocks), error)
+        if runs:
+            core.used({run.extent.id for run in runs})
+            self._keep(asyncio.create_task(self._finish(landing, runs, futures)))
 
     def probe(self) -> None:
         """Try what the drive could not read lately; the verdict goes to the core's health."""
@@ -351,29 +354,21 @@ class Reader:
                 del self._strikes[extent]
 
 
-def cut_runs(spans: Sequence[Span], request: Fetch, threads: int) -> list[Run]:
-    """Cut the spans into runs, enough to busy every thread, none too long for one call."""
-    target = min(RUN_BYTES, max(_MIN_RUN_BYTES, sum(map(_span_bytes, spans)) // threads))
-    slots = [int(slot) for slot in request.slots]
+def cut_runs(span: Span, first: int, slots: Sequence[int], target: int) -> list[Run]:
+    """Cut a span, whose first block is the request's block `first`, into runs of about `target`
+    bytes, none too long for one call."""
+    starts, end = span.extent.starts, span.position + span.count
     runs: list[Run] = []
-    first = 0
-    for span in spans:
-        starts, end = span.extent.starts, span.position + span.count
-        position = span.position
-        while position < end:
-            stop = min(position + _RUN_BLOCKS, end)
-            stop = max(
-                bisect_right(starts, starts[position] + target, position, stop + 1) - 1,
-                position + 1,
-            )
-            taken = tuple(slots[first : first + stop - position])
-            runs.append(Run(span.extent, first, position, taken))
-            first, position = first + stop - position, stop
+    position = span.position
+    while position < end:
+        stop = min(position + _RUN_BLOCKS, end)
+        stop = max(
+            bisect_right(starts, starts[position] + target, position, stop + 1) - 1, position + 1
+        )
+        taken = tuple(slots[first : first + stop - position])
+        runs.append(Run(span.extent, first, position, taken))
+        first, position = first + stop - position, stop
     return runs
-
-
-def _span_bytes(span: Span) -> int:
-    return span.extent.starts[span.position + span.count] - span.extent.starts[span.position]
 
 
 def _touch(segments: Segments, extent: Extent, scratch: Scratch) -> OSError | None:

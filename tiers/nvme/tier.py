@@ -164,7 +164,7 @@ class NvmeTier:
         signal: Signal,
         write_budget_bytes: int | None = None,
         read_only: bool = False,
-        io_threads: int = 8,
+        io_threads: int = 16,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         patience: Patience | None = None,

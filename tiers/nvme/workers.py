@@ -1,7 +1,8 @@
 """Threads for blocking I/O: foreground jobs before background jobs. Knows nothing of either.
 
 One aiofiles executor call per job costs a third of the drive's speed at small blocks; so each call
-here is a worker's whole pull loop, which takes jobs until there are none.
+here is a thread's whole life, which takes jobs as they come. A thread that waits is woken by
+`submit` itself, not by the loop: a job begins while the loop is still cutting the next one.
 """
 
 import asyncio
@@ -11,7 +12,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import aiofiles.os
 import numpy as np
 
 from kvtier.tiers.contracts import Bytes
@@ -38,20 +38,19 @@ class Scratch:
 
 
 class Workers:
-    """Up to `threads` threads. `submit` belongs to the loop's thread; so do the futures."""
+    """`threads` threads. `submit` belongs to the loop's thread; so do the futures."""
 
     def __init__(self, threads: int, loop: asyncio.AbstractEventLoop, watch: Watch) -> None:
-        self._threads = threads
         self._loop = loop
         self._watch = watch
         self._executor = DaemonExecutor(threads, "kvtier-nvme-io")
-        self._lock = threading.Lock()
+        self._wake = threading.Condition()
         self._urgent: deque[Callable[[Scratch], None]] = deque()
         self._background: deque[Callable[[Scratch], None]] = deque()
-        self._pulling = 0
-        self._local = threading.local()
-        self._pull_loop = aiofiles.os.wrap(self._pull)
-        self._pulls: set[asyncio.Task[None]] = set()
+        self._pending: set[asyncio.Future[Any]] = set()
+        self._closing = False
+        for _ in range(threads):
+            self._executor.submit(self._pull)
 
     def submit(
         self, job: Callable[[Scratch], T], call: Call, *, urgent: bool
@@ -71,37 +70,36 @@ class Workers:
             else:
                 self._loop.call_soon_threadsafe(_deliver, future, result, None)
 
-        with self._lock:
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        with self._wake:
             (self._urgent if urgent else self._background).append(run)
-            start = self._pulling < self._threads
-            self._pulling += start
-        if start:
-            task = self._loop.create_task(self._pull_loop(executor=self._executor))
-            self._pulls.add(task)
-            task.add_done_callback(self._pulls.discard)
+            self._wake.notify()
         return future
 
     async def drain(self) -> None:
-        """Wait until no worker is pulling."""
-        while self._pulls:
-            await asyncio.wait(self._pulls)
+        """Wait until every job has ended."""
+        while self._pending:
+            await asyncio.wait(self._pending)
 
     def close(self) -> None:
-        """Join the threads. Nothing may be in flight."""
+        """End the threads. Nothing may be in flight."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
         self._executor.shutdown()
 
     def _pull(self) -> None:
-        if not hasattr(self._local, "scratch"):
-            self._local.scratch = Scratch()
-        scratch: Scratch = self._local.scratch
+        scratch = Scratch()
         while True:
-            with self._lock:
-                queue = self._urgent or self._background
-                if not queue:
-                    self._pulling -= 1
-                    return
+            with self._wake:
+                while not (queue := self._urgent or self._background):
+                    if self._closing:
+                        return
+                    self._wake.wait()
                 run = queue.popleft()
             run(scratch)
+            del run  # or the last job's memory lives as long as the thread is idle
 
 
 def _deliver(future: "asyncio.Future[Any]", result: Any, error: BaseException | None) -> None:
