@@ -157,8 +157,7 @@ class Coder:
             frame = zstandard.get_frame_parameters(piece.data)
             if frame.content_size == size and frame.window_size <= size:
                 plane = self._decompressor.decompress(piece.data, allow_extra_data=False)
-                if len(plane) == size:
-                    return np.frombuffer(plane, np.uint8)
+                return np.frombuffer(plane, np.uint8)
         except zstandard.ZstdError as error:
             raise RecordRefused(f"block: a plane is damaged ({error})") from error
         raise RecordRefused("block: a plane is not of the size it should be; it is damaged")
