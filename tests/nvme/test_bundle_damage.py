@@ -129,6 +129,18 @@ def test_damage_costs_what_it_hit_and_what_hangs_off_it(
     assert check_store(tmp_path / "c").ok
 
 
+def test_a_lost_header_costs_its_branch_and_not_the_one_it_left(
+    tmp_path: Path, whole: bytes
+) -> None:
+    path = tmp_path / "b"
+    path.write_bytes(flipped(whole, 8 * PAGE + 200))  # the limb's first record
+    report = verify_bundle(path)
+    assert (report.blocks, report.damaged) == (15, 1 + 2)  # what hangs off: of limb and twig
+    with Rig(tmp_path / "c") as rig:
+        assert bring(path, rig).damaged == 3
+        assert held(rig, Tree.make()) == ALL | {"limb": 0, "twig": 0}
+
+
 def test_a_bundle_without_its_footer_is_imported_and_said_to_be_incomplete(
     tmp_path: Path, whole: bytes
 ) -> None:
@@ -288,9 +300,8 @@ def test_a_branch_of_any_depth_is_walked_without_recursion(tmp_path: Path) -> No
     assert verify_bundle(path).ok
     trail = Trail()
     for header in headers:
-        step = trail.enter(header)
+        assert (step := trail.enter(header)).hangs and step.rooted
         step.kept = 1
-    assert step.path() == tuple(header.blocks[0].key for header in headers)
     with Rig(tmp_path / "c", capacity_bytes=32 << 20) as rig:
         report = bring(path, rig)
         assert report.ok and report.imported == 1500

@@ -105,6 +105,9 @@ def test_what_another_export_left_is_kept_as_far_as_it_is_the_same(
     report = exported(source, tmp_path / "b")
     assert (tmp_path / "b").read_bytes() == whole
     assert report.resumed == 1  # the trunk's first record; then the limb comes
+    (tmp_path / "s.part").write_bytes(whole)
+    report = exported(source, tmp_path / "s", prefixes(trunk.keys[2]))
+    assert (report.resumed, report.blocks) == (1, 3) and verify_bundle(tmp_path / "s").ok
     (tmp_path / "c.part").write_bytes(b"something else" * 999)
     assert exported(source, tmp_path / "c").resumed == 0
     assert (tmp_path / "c").read_bytes() == whole

@@ -19,7 +19,7 @@ from kvtier.tiers.nvme.bundle_part import Part
 from kvtier.tiers.nvme.bundle_plan import EVERYTHING, Plan, Selection
 from kvtier.tiers.nvme.bundle_reader import Problems
 from kvtier.tiers.nvme.catalogue import Catalogue
-from kvtier.tiers.nvme.files import Files
+from kvtier.tiers.nvme.files import Files, read_whole
 from kvtier.tiers.nvme.lock import StoreLock
 from kvtier.tiers.nvme.reader import check_identity
 from kvtier.tiers.nvme.record import PAGE, RecordHeader, StoredBlock, decode_header
@@ -186,8 +186,7 @@ class _Export:
         namespace = self._plan.namespaces[extent.namespace_id]
         raw = self._scratch.take("record", extent.starts[count] - extent.offset)
         with self._segments.opened(extent.segment) as fd:
-            if self._segments.files.preadv(fd, [raw], extent.offset) != len(raw):
-                raise RecordRefused("the segment ends within it")
+            read_whole(self._segments.files, fd, [raw], extent.offset)
         header = decode_header(raw[: extent.header_pages * PAGE].tobytes())
         check_identity(header, extent, namespace)
         check_names(header)

@@ -194,16 +194,6 @@ class Step:
             return self.rooted
         return self.position < self.above.kept
 
-    def path(self) -> tuple[BlockKey, ...]:
-        """Keys from the root, or from where the trail begins, to the last kept block."""
-        step = self
-        parts = [[block.key for block in step.header.blocks[: self.kept]]]
-        while step.above is not None:
-            above, count = step.above, step.position + 1
-            parts.append([block.key for block in above.header.blocks[:count]])
-            step = above
-        return tuple(key for part in reversed(parts) for key in part)
-
 
 class Trail:
     """The records from a root down to the one entered last: where the next one's parent is.
