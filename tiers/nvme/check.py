@@ -14,6 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvtier.index.words import ROOT_KEY
 from kvtier.tiers.errors import RecordRefused, StoreCorrupt, StoreUnsupported, StoreVersion
+from kvtier.tiers.nvme.bundle import check_names
 from kvtier.tiers.nvme.catalogue import Catalogue
 from kvtier.tiers.nvme.files import Files
 from kvtier.tiers.nvme.lock import StoreLock
@@ -229,6 +230,7 @@ class _Check:
             header = decode_header(record[: extent.header_pages * PAGE].tobytes())
             namespace = self._namespaces.get(extent.namespace_id)
             check_identity(header, extent, namespace.digest if namespace else b"")
+            check_names(header)
         except (OSError, StoreCorrupt, StoreVersion) as error:
             self._problem(f"record {extent.id:x}: {error}")
             return
