@@ -123,6 +123,17 @@ class RadixIndex:
         self._tree.owner(block)
         return int(self._table.parent[block])
 
+    def parents(self, ids: BlockIds) -> BlockIds:
+        """The block above each, -1 above a first block. Every id names a block."""
+        self._table.require_live(ids)
+        above: BlockIds = self._table.parent[ids]
+        return above
+
+    def depth(self, block: int) -> int:
+        """How many blocks stand above it."""
+        self._tree.owner(block)
+        return int(self._table.depth[block])
+
     def namespace_of(self, block: int) -> bytes:
         """The digest the block was inserted under."""
         return self._tree.owner(block).namespace

@@ -39,6 +39,7 @@ from kvtier.tiers.load import Load, reachable
 from kvtier.tiers.mover import Mover
 from kvtier.tiers.moves import mask_runs
 from kvtier.tiers.sink import Sink
+from kvtier.tiers.writeback import WRITEBACK_S, WriteBack
 
 # A waiter looks again at least this often, in case a signal's owner died.
 LOOK_AGAIN_S = 0.5
@@ -55,6 +56,9 @@ class TieredCache:
 
     `eager_copy_down` overrides the rule that new blocks are copied one level down at once when the
     next pool is at least twice as large, or when a sidecar is next.
+
+    `writeback_s`: what has been in the last pool for so long is put into the store in the
+    background (None: only when it has to leave). Off where HBM stands right above the store.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class TieredCache:
         *,
         clock: Callable[[], float] = time.monotonic,
         eager_copy_down: bool | None = None,
+        writeback_s: float | None = WRITEBACK_S,
     ) -> None:
         if not pools:
             raise ValueError("pools: a cache needs at least one")
@@ -82,6 +87,9 @@ class TieredCache:
         eager = _is_eager(pools, store) if eager_copy_down is None else eager_copy_down
         self._ledger = Ledger(index, pools, store, mover, eager=eager and len(columns) > 1)
         self._index = index
+        self._write_back: WriteBack | None = None
+        if writeback_s is not None and store is not None and pools[-1].tier is not TierId.HBM:
+            self._write_back = WriteBack(self._ledger, writeback_s, clock)
         self._loads: list[Load] = []
         self._sinks: list[Sink] = []
         self._leases: dict[int, Lease] = {}
@@ -325,6 +333,14 @@ class TieredCache:
         with self._lock:
             self._advance()
 
+    def next_due(self) -> float | None:
+        """The clock's value by which somebody should `poll` even if nothing happens until then.
+
+        None: never, all there is to do follows from calls and signals.
+        """
+        with self._lock:
+            return None if self._write_back is None else self._write_back.next_due()
+
     def drain(self, deadline: float | None = None) -> bool:
         """Poll until nothing is in flight; False if `deadline` came first."""
         while True:
@@ -385,6 +401,8 @@ class TieredCache:
                 sinks=len(self._sinks),
                 leases=len(self._leases),
                 dropped=self._ledger.dropped,
+                written_back=0 if self._write_back is None else self._write_back.num_written,
+                writeback_waiting=0 if self._write_back is None else self._write_back.num_waiting,
             )
 
     def check(self) -> None:
@@ -407,6 +425,9 @@ class TieredCache:
         for sink in self._sinks:
             sink.advance()
         self._sinks = [sink for sink in self._sinks if not sink.done]
+        filled = self._ledger.take_filled()
+        if self._write_back is not None:
+            self._write_back.advance(filled)
 
     def _track(self, load: Load) -> None:
         if not load.done:

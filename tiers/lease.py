@@ -243,3 +243,7 @@ class CacheStatistics:
     leases: int
     dropped: int
     """Blocks given up without a copy below."""
+    written_back: int
+    """Blocks put into the store before they had to leave the last pool."""
+    writeback_waiting: int
+    """Blocks whose turn is still to come; some may have left the pool meanwhile."""

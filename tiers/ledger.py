@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from kvtier.index.radix import RadixIndex
 from kvtier.index.words import BlockIds, BlockKey, Residency, Slots, TierId
-from kvtier.tiers.contracts import PENDING, Fetch, Pool, Put, Store
+from kvtier.tiers.contracts import PENDING, Fetch, Flight, Pool, Put, Store
 from kvtier.tiers.guard import SlotBook, SlotUse
 from kvtier.tiers.mover import Mover
 from kvtier.tiers.moves import Doubt, Mask, Move, TailCopy, branch_runs
@@ -53,6 +53,8 @@ class Ledger:
         self._draining: list[tuple[int, BlockIds]] = []
         self._limbo: list[tuple[int, Slots]] = []
         self._writing: set[int] = set()
+        self._writing_back: set[int] = set()
+        self._filled: list[BlockIds] = []
         self._refused: set[tuple[int, int]] = set()
         self._fresh: deque[BlockIds] = deque()
 
@@ -91,8 +93,20 @@ class Ledger:
             self.index.cancel_leave(col, leaving)
 
     def is_being_written(self, ids: BlockIds) -> Mask:
-        """Which blocks a put in flight is carrying to the store."""
+        """Which blocks a put that someone waits for is carrying to the store."""
         return np.fromiter((int(block) in self._writing for block in ids), np.bool_, len(ids))
+
+    def is_being_written_back(self, ids: BlockIds) -> Mask:
+        """Which blocks a put that nobody waits for is carrying to the store.
+
+        Who does wait puts them again, with what goes with them: the store writes them once.
+        """
+        return np.fromiter((int(block) in self._writing_back for block in ids), np.bool_, len(ids))
+
+    def take_filled(self) -> list[BlockIds]:
+        """Blocks that became RESIDENT in the last pool since this was last called, by branch."""
+        filled, self._filled = self._filled, []
+        return filled
 
     # ---- up --------------------------------------------------------------------------------------
 
@@ -150,6 +164,8 @@ class Ledger:
         self.index.begin_fill(0, ids, slots)
         self.index.finish_fill(0, ids)
         self.book.mark(slots, SlotUse.RESIDENT)
+        if len(self.pools) == 1:
+            self._filled.append(ids)
         if self._eager:
             self.index.pin(1, ids)  # keeps the ids theirs while they wait in the queue
             self._fresh.append(ids)
@@ -182,17 +198,25 @@ class Ledger:
         lacking = self.lacks(below, ids)
         return int(np.argmax(lacking)) if lacking.any() else len(ids)
 
-    def _put(self, ids: BlockIds, col: int) -> None:
+    def write_back(self, ids: BlockIds) -> Flight:
+        """Start putting blocks of the last pool into the store, behind everybody else's.
+
+        As `lower_blocks`, but all of them start, and one that is refused may go down another time.
+        """
+        return self._put(ids, self.store_col - 1, background=True)
+
+    def _put(self, ids: BlockIds, col: int, *, background: bool = False) -> Flight:
         self.index.pin(col, ids)
-        self._writing.update(ids.tolist())
+        (self._writing_back if background else self._writing).update(ids.tolist())
         pool, slots = self.pools[col], self.index.slots(col, ids)
         namespace, parent, keys, prefix = self._address(ids)
         checksums = pool.checksums(slots) if pool.tier is TierId.DRAM else None
         tokens = self.index.tokens_of(ids)
         flight = self._store().put(
-            Put(namespace, parent, tokens, keys, prefix, pool, slots, checksums)
+            Put(namespace, parent, tokens, keys, prefix, pool, slots, checksums, background)
         )
-        self._moves.append(Move(flight, ids, col, self.store_col, None))
+        self._moves.append(Move(flight, ids, col, self.store_col, None, background=background))
+        return flight
 
     def _address(
         self, ids: BlockIds
@@ -265,7 +289,7 @@ class Ledger:
         ids = move.ids[positions]
         if move.slots is None:
             self.index.set_hint(move.dst, ids)
-            self._writing.difference_update(ids.tolist())
+            self._written(move, ids)
         else:
             slots = move.slots[positions]
             keys, checksums = self.index.keys(ids), move.flight.checksums[positions]
@@ -273,6 +297,8 @@ class Ledger:
             self.index.finish_fill(move.dst, ids)
             if move.dst == 0:
                 self.book.mark(slots, SlotUse.RESIDENT)
+            if move.dst == len(self.pools) - 1:
+                self._filled.append(ids)
             if self.tier(move.src) is TierId.NVME and self.tier(move.dst) is TierId.DRAM:
                 self.index.touch_cold(move.dst, ids)
         if move.arrived is not None:
@@ -284,10 +310,11 @@ class Ledger:
     def _failed(self, move: Move, positions: npt.NDArray[np.intp]) -> None:
         ids = move.ids[positions]
         if move.slots is None:
-            self._writing.difference_update(ids.tolist())
+            self._written(move, ids)
         if move.dst > move.src:
-            # The level below does not take it: the next eviction drops it rather than try again.
-            self._refused.update((move.src, int(block)) for block in ids)
+            if not move.background:
+                # The level below does not take it: the next eviction drops it, and tries no more.
+                self._refused.update((move.src, int(block)) for block in ids)
             if move.slots is None:
                 self._doubt(move.ids[positions[0] :], move.src)
         if move.slots is not None:
@@ -297,6 +324,11 @@ class Ledger:
         else:
             # Gone or corrupt: what the hints promised below this block is gone as well.
             self.index.clear_hint(move.src, ids)
+
+    def _written(self, move: Move, ids: BlockIds) -> None:
+        """A put is over, as far as these blocks go."""
+        carried = self._writing_back if move.background else self._writing
+        carried.difference_update(ids.tolist())
 
     def _doubt(self, refused: BlockIds, col: int) -> None:
         above = self.index.path(int(refused[0]))[:-1]
@@ -371,8 +403,12 @@ class Ledger:
                     self._send_down(col, rest)
 
     def going_down(self, col: int) -> int:
-        """Blocks on their way from `col` to the level below: slots that will be clean soon."""
-        return sum(m.flight.unread for m in self._moves if m.src == col and m.dst > col)
+        """Blocks on their way from `col` to the level below: slots that will be clean soon.
+
+        Not those that nobody waits for: they may take long, and are the last to be evicted.
+        """
+        going = (m for m in self._moves if m.src == col and m.dst > col and not m.background)
+        return sum(move.flight.unread for move in going)
 
     def vacating(self, col: int) -> int:
         """Slots of `col` that come free as soon as nothing reads them any more."""
@@ -438,7 +474,7 @@ class Ledger:
                 coming = moving or self.vacating(col + 1)
                 self._leave(col, run[spare] if coming else run)
             return
-        missing = self._missing_ancestors(run)
+        missing = self.missing_ancestors(run)
         if self.is_being_written(missing).any():
             return  # its ancestors are on their way; the next eviction finds them published
         self.keep(col, missing)
@@ -471,7 +507,7 @@ class Ledger:
         if len(ancestors):
             self.lower_blocks(ancestors, col - 1)
 
-    def _missing_ancestors(self, run: BlockIds) -> BlockIds:
+    def missing_ancestors(self, run: BlockIds) -> BlockIds:
         """Ancestors of `run` that the store lacks, root first."""
         above = self.index.path(int(run[0]))[:-1]
         return above[self.lacks(self.store_col, above)]

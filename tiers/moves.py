@@ -20,7 +20,7 @@ class Move:
     """Blocks `ids` being copied from level `src` to level `dst`.
 
     `slots` are the destination's (None when `dst` is the store). `arrived(position, tier)` tells
-    whoever asked where a block really came from.
+    whoever asked where a block really came from. `background`: nobody waits for it.
     """
 
     flight: Flight
@@ -29,6 +29,7 @@ class Move:
     dst: int
     slots: Slots | None
     arrived: Callable[[int, TierId | None], None] | None = None
+    background: bool = False
 
 
 @dataclass

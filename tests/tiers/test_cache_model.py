@@ -68,10 +68,17 @@ class CacheMachine(RuleBasedStateMachine):
     tickets: Bundle[Ticket] = Bundle("tickets")
 
     @initialize(
-        shape=shapes, seed=st.integers(0, 2**16), eager=st.sampled_from([None, True, False])
+        shape=shapes,
+        seed=st.integers(0, 2**16),
+        eager=st.sampled_from([None, True, False]),
+        writeback_s=st.sampled_from([None, None, 30.0, 0.0]),
     )
     def build(
-        self, shape: tuple[int | None, TierId | None, int | None], seed: int, eager: bool | None
+        self,
+        shape: tuple[int | None, TierId | None, int | None],
+        seed: int,
+        eager: bool | None,
+        writeback_s: float | None,
     ) -> None:
         dram_slots, store_tier, capacity = shape
         self.broken: Callable[[str], bool] = lambda name: False
@@ -89,7 +96,10 @@ class CacheMachine(RuleBasedStateMachine):
             self.device.signal,
             clock=self.device.clock,
             eager_copy_down=eager,
+            writeback_s=writeback_s,
         )
+        self.writes_back = writeback_s is not None and dram_slots is not None
+        self.store_forgets = capacity is not None
         self.rig = Rig(cache, pools, stores)
         self.tokens: dict[int, Tokens] = {}
         self.tickets_made: list[Ticket] = []
@@ -163,6 +173,11 @@ class CacheMachine(RuleBasedStateMachine):
             self.device.run_one()
         self.rig.cache.poll()
 
+    @rule(seconds=st.sampled_from([0.5, 29.0, 31.0, 100.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.device.advance(seconds)
+        self.rig.cache.poll()
+
     @rule(tier=st.sampled_from([TierId.HBM, TierId.DRAM]))
     def shed(self, tier: TierId) -> None:
         if tier in [pool.tier for pool in self.rig.pools]:
@@ -179,6 +194,7 @@ class CacheMachine(RuleBasedStateMachine):
         """The store loses a block it held, and all behind it."""
         keys = sorted(self.rig.committed)
         if self.store is not None and keys:
+            self.store_forgets = True
             self.store.forget(namespace, keys[self.device.choose(len(keys))])
 
     @rule()
@@ -192,6 +208,8 @@ class CacheMachine(RuleBasedStateMachine):
         if not hasattr(self, "rig"):
             return
         self.rig.cache.check()
+        statistics = self.rig.cache.statistics()
+        assert statistics.writeback_waiting <= 3 * statistics.pools[-1].total
         for lease in list(self.rig.cache._leases.values()):
             if lease.id in self.tokens:
                 self.rig.expect_bytes(lease, self.tokens[lease.id], lease.landed_blocks)
@@ -206,6 +224,8 @@ class CacheMachine(RuleBasedStateMachine):
         for ticket in self.tickets_made:
             ticket.close()
         assert cache.drain(cache.clock() + 1000), cache.statistics()
+        if self.store is not None and self.writes_back:
+            self.wait_for_write_back()
         self.device.run_all()
         cache.check()
         if self.store is not None:
@@ -213,6 +233,20 @@ class CacheMachine(RuleBasedStateMachine):
         for pool in cache.statistics().pools:
             assert pool.free + pool.resident == pool.total, pool
             assert pool.pinned == 0, pool
+
+    def wait_for_write_back(self) -> None:
+        """With nobody else at work, all that can go down does, and then nothing waits."""
+        cache = self.rig.cache
+        for _ in range(10):
+            self.device.advance(61)
+            assert cache.drain(cache.clock() + 1000), cache.statistics()
+        if self.store_forgets:
+            return
+        ledger, dram, store = cache._ledger, len(self.rig.pools) - 1, len(self.rig.pools)
+        for block in cache._index.victims(dram, 1000).tolist():
+            path = cache._index.path(block)
+            if (ledger.holds(dram, path) | ledger.holds(store, path)).all():
+                assert ledger.holds(store, path).all(), f"block {block} was not written back"
 
 
 TestCache = CacheMachine.TestCase
