@@ -36,6 +36,14 @@ class StoreOut(KvtierError):
     """The store's drive is sick and left alone for now. Do without it; it comes back by itself."""
 
 
+class PinRefused(KvtierError):
+    """A pin names a block that is not there, or would exceed the quota; nothing was changed."""
+
+
+class StoreBusy(KvtierError):
+    """The store did not finish within the deadline. What was asked goes on all the same."""
+
+
 class StoreUnsupported(KvtierError):
     """The file system cannot do what the store needs (hole punching, or any writing at all)."""
 

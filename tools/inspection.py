@@ -77,7 +77,8 @@ def _look(store: Path) -> tuple[dict[str, int | float], list[tuple[str, int, int
     try:
         seen = tier.statistics()
         numbers = {"blocks": seen.blocks, "extents": seen.extents, "used_bytes": seen.used_bytes}
-        return dict(numbers), tier.namespaces()
+        uses = [(use.namespace.hex(), use.blocks, use.nbytes) for use in tier.namespaces()]
+        return dict(numbers), uses
     finally:
         tier.close()
 

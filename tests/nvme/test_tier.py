@@ -9,6 +9,7 @@ from xxhash import xxh3_64_intdigest
 from kvtier.index.words import BlockKey, TierId
 from kvtier.tiers.contracts import FAILED, LANDED
 from kvtier.tiers.nvme.check import check_store
+from kvtier.tiers.nvme.custody import NamespaceUse
 from kvtier.tiers.nvme.tier import Geometry
 from kvtier.tiers.pool import ArrayPool
 from tests.nvme.rig import NAMESPACE, Rig, branch, num_landed, segment_files
@@ -28,8 +29,8 @@ def test_what_was_put_is_looked_up_and_fetched_after_a_restart(
     with Rig(tmp_path / "s", block_bytes=block_bytes) as rig:
         assert rig.tier.holds(NAMESPACE, blocks.keys) == rig.lookup(blocks) == 11
         assert rig.landed(blocks) == 11
-        assert rig.tier.namespaces() == before == [(NAMESPACE.hex(), 11, before[0][2])]
-        assert rig.tier.statistics().used_bytes == before[0][2]
+        used = rig.tier.statistics().used_bytes
+        assert rig.tier.namespaces() == before == [NamespaceUse(NAMESPACE, 11, used, 0)]
     assert check_store(tmp_path / "s").ok
 
 
@@ -141,9 +142,7 @@ def test_namespaces_never_see_each_other(tmp_path: Path) -> None:
         assert rig.lookup(blocks, namespace=other) == 0
         assert num_landed(rig.fetch(blocks, namespace=other)) == 0
         assert num_landed(rig.put(blocks, namespace=other)) == 5
-        assert sorted(name for name, _, _ in rig.tier.namespaces()) == sorted(
-            [NAMESPACE.hex(), other.hex()]
-        )
+        assert {use.namespace for use in rig.tier.namespaces()} == {NAMESPACE, other}
     assert check_store(tmp_path / "s").ok
 
 
@@ -228,7 +227,7 @@ def test_a_namespace_that_holds_nothing_is_forgotten_at_the_next_opening(tmp_pat
         rig.put(branch(3))
         rig.put(branch(3, 1, namespace=b"o" * 32), namespace=b"o" * 32)
     with Rig(tmp_path / "s", capacity_bytes=28 << 10) as rig:
-        assert [name for name, _, _ in rig.tier.namespaces()] == [(b"o" * 32).hex()]
+        assert [use.namespace for use in rig.tier.namespaces()] == [b"o" * 32]
     for _ in range(2):
         with Rig(tmp_path / "s") as rig:
             rig.put(branch(3, 2))

@@ -107,9 +107,7 @@ class _Import:
         self._pool: ArrayPool | None = None
         self._flying: deque[_Flying] = deque()
         self._written_before = store.statistics().written_bytes
-        self._average = {
-            bytes.fromhex(name): nbytes // blocks for name, blocks, nbytes in store.namespaces()
-        }
+        self._average = {use.namespace: use.nbytes // use.blocks for use in store.namespaces()}
         self._found_bytes = 0
 
     def run(self) -> ImportReport:

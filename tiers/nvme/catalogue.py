@@ -14,10 +14,13 @@ from typing import Any
 
 import lmdb
 
+from kvtier.index.errors import KvtierError
 from kvtier.index.words import KEY_BYTES, BlockKey
 from kvtier.tiers.errors import StoreCorrupt, StoreInUse, StoreUnsupported, StoreVersion
-from kvtier.tiers.nvme.edits import Edit
+from kvtier.tiers.nvme.edits import CONDEMNED, Edit
+from kvtier.tiers.nvme.orders import DeleteNamespace, Order, UnpinLabel, obey
 from kvtier.tiers.nvme.pages import audit_pages
+from kvtier.tiers.nvme.pins import PinName
 from kvtier.tiers.nvme.record import FORMAT_VERSION
 from kvtier.tiers.nvme.rows import (
     CURE,
@@ -26,14 +29,18 @@ from kvtier.tiers.nvme.rows import (
     Extent,
     Freed,
     NamespaceRow,
+    PinRow,
     SegmentRow,
     Table,
     decode_day_written,
     decode_namespace,
+    decode_pin,
     decode_segment,
+    key_due,
     key_namespace,
     key_number,
     key_pair,
+    key_pin,
     namespace_key,
 )
 from kvtier.tiers.nvme.tables import Rows, Span
@@ -56,34 +63,51 @@ class Addition:
     used: int
 
 
+SWEEP_SHARE = 64
+"""Steps of what is due (an extent or a pin each) that any transaction does beside its own."""
+
+SWEEP_STEPS = 1024
+"""Steps that a transaction does which is there for them: others get their turn in between."""
+
+
 @dataclass(frozen=True)
 class Change:
-    """What one transaction does, in this order of fields.
+    """What one transaction does at time `now`, in this order of fields.
 
     `supersede`: the blocks of an addition take the place of the same blocks in older records.
     """
 
+    now: int = 0
     cleared: Sequence[Freed] = ()
     abandoned: Sequence[Freed] = ()
     uses: Mapping[int, int] = field(default_factory=dict)
     quarantine: Sequence[tuple[int, int]] = ()
+    orders: Sequence[Order] = ()
+    sweep: int = SWEEP_SHARE
     supersede: bool = False
     additions: Sequence[Addition] = ()
     ends: Mapping[int, int] = field(default_factory=dict)
     sealed: Collection[int] = ()
     evict_bytes: int = 0
     protected: Collection[int] = ()
+    lift_pins: bool = False
+    """Evict what is pinned too if nothing else is left; `protected` does not count then."""
     written: DayWritten | None = None
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a transaction did: which additions it took, what is to be punched now, how many blocks
-    it evicted or quarantined, new totals."""
+    """What a transaction did: which additions it took, the answers to its orders, what is to be
+    punched now, how many blocks left and why, new totals, and when something is due next."""
 
     accepted: tuple[bool, ...]
+    answers: tuple[int | KvtierError, ...]
     freed: tuple[Freed, ...]
-    num_removed: int
+    num_evicted: int
+    num_quarantined: int
+    num_expired: int
+    num_pins_lost: int
+    next_due: int | None
     totals: Counters
 
 
@@ -129,7 +153,9 @@ class Catalogue:
                 catalogue._tables.append(environment.open_db(name, dupsort=dupsort, create=create))
                 if table is Table.META:  # first: another version may lack the others
                     catalogue._check_version(create)
-            catalogue._namespaces = {row.digest: id for id, row in catalogue.namespace_rows()}
+            catalogue._namespaces = {
+                row.digest: id for id, row in catalogue.namespace_rows() if not row.leaving
+            }
         except lmdb.Error as error:
             environment.close()
             raise _unopened(path, error) from error
@@ -200,6 +226,23 @@ class Catalogue:
             table = rows.scan(Table.FREES)
         return [Freed(0, *key_pair(key), key_number(body)) for key, body in table]
 
+    def next_due(self) -> int | None:
+        """When something expires next (microseconds), or None."""
+        with self.reading() as rows:
+            due = rows.first(Table.DUE)
+        return None if due is None else key_due(due[0])[0]
+
+    def pins(self) -> list[tuple[bytes, PinName, PinRow]]:
+        """`(namespace digest, name, row)` of every pin."""
+        with self.reading() as rows:
+            table = rows.scan(Table.PINS)
+            digests = {
+                key_namespace(key): decode_namespace(body).digest
+                for key, body in rows.scan(Table.NAMESPACES)
+            }
+        names = ((PinName(*key_pin(key)), decode_pin(body)) for key, body in table)
+        return [(digests[name.namespace_id], name, row) for name, row in names]
+
     def begin_epoch(self, after: int = 0) -> int:
         """Count this opening and forget namespaces that hold nothing; returns the epoch (from 1).
 
@@ -219,8 +262,6 @@ class Catalogue:
 
     def commit(self, change: Change) -> Outcome:
         """Apply `change` in one durable transaction, or raise and change nothing."""
-        fresh: dict[bytes, int] = {}
-        accepted: list[bool] = []
         with self._writing() as edit:
             for freed in change.cleared:
                 edit.clear(freed)
@@ -228,29 +269,64 @@ class Catalogue:
                 edit.queue(freed)
             edit.touch(change.uses)
             for id, position in change.quarantine:
-                edit.quarantine(id, position)
-            for addition in change.additions:
-                digest, extent = addition.namespace, addition.extent
-                number = self._namespaces.get(digest) or fresh.get(digest)
-                if number is None:
-                    number = fresh[digest] = edit.new_namespace(digest)
-                extent = replace(extent, namespace_id=number)
-                if change.supersede:
-                    edit.supersede(extent)
-                accepted.append(edit.add(extent, addition.used))
-                if not accepted[-1]:
-                    edit.queue(Freed(extent.id, extent.segment, extent.offset, extent.nbytes))
+                edit.expire(id, position, CONDEMNED)
+            answers = tuple(self._obey(edit, order, change.now) for order in change.orders)
+            edit.sweep(change.now, change.sweep)
+            numbers: dict[bytes, int] = {}
+            accepted = tuple(
+                self._add(edit, added, numbers, change.supersede) for added in change.additions
+            )
             for id, end in change.ends.items():
                 edit.segment(id).end = max(edit.segment(id).end, end)
             for id in change.sealed:
                 edit.segment(id).sealed = True
-            if change.evict_bytes > 0:
+            if change.evict_bytes > 0 and change.lift_pins:
+                edit.lift_and_evict(change.evict_bytes)
+            elif change.evict_bytes > 0:
                 edit.evict(change.evict_bytes, change.protected)
             if change.written is not None:
                 edit.put(Table.META, _BUDGET_KEY, change.written.encode())
             edit.finish()
-        self._namespaces.update(fresh)
-        return Outcome(tuple(accepted), tuple(edit.freed), edit.num_removed, edit.totals)
+            next_due = edit.next_due
+        self._deleted(change.orders)
+        self._namespaces.update(numbers)
+        return Outcome(
+            accepted=accepted,
+            answers=answers,
+            freed=tuple(edit.freed),
+            num_evicted=edit.num_removed - edit.num_quarantined - edit.num_expired,
+            num_quarantined=edit.num_quarantined,
+            num_expired=edit.num_expired,
+            num_pins_lost=edit.num_pins_lost,
+            next_due=next_due,
+            totals=edit.totals,
+        )
+
+    def _obey(self, edit: Edit, order: Order, now: int) -> int | KvtierError:
+        number = None if isinstance(order, UnpinLabel) else self._namespaces.get(order.namespace)
+        return obey(edit, order, number, now)
+
+    def _add(
+        self, edit: Edit, addition: Addition, numbers: dict[bytes, int], supersede: bool
+    ) -> bool:
+        """Publish one extent, or queue its place as freed. `numbers`: new or known namespaces."""
+        digest, extent = addition.namespace, addition.extent
+        number = numbers.get(digest) or self._namespaces.get(digest)
+        if number is None or edit.namespace(number).leaving:
+            number = edit.new_namespace(digest)
+        numbers[digest] = number
+        extent = replace(extent, namespace_id=number)
+        if supersede:
+            edit.supersede(extent)
+        accepted = edit.add(extent, addition.used)
+        if not accepted:
+            edit.queue(Freed(extent.id, extent.segment, extent.offset, extent.nbytes))
+        return accepted
+
+    def _deleted(self, orders: Sequence[Order]) -> None:
+        for order in orders:
+            if isinstance(order, DeleteNamespace):
+                self._namespaces.pop(order.namespace, None)
 
     def _check_version(self, create: bool) -> None:
         with self.reading() as rows:

@@ -16,6 +16,7 @@ from kvtier.index.words import ROOT_KEY
 from kvtier.tiers.errors import RecordRefused, StoreCorrupt, StoreUnsupported, StoreVersion
 from kvtier.tiers.nvme.bundle import check_names
 from kvtier.tiers.nvme.catalogue import Catalogue
+from kvtier.tiers.nvme.check_custody import CustodyCheck
 from kvtier.tiers.nvme.files import Files
 from kvtier.tiers.nvme.lock import StoreLock
 from kvtier.tiers.nvme.reader import check_identity
@@ -97,6 +98,7 @@ class _Check:
             self._compare_blocks()
             self._compare_order()
             self._compare_totals()
+            self._compare_custody()
             leftover = self._compare_segments()
         except StoreCorrupt as error:  # a damaged row: nothing that follows can be trusted
             self._problems.append(str(error))
@@ -178,6 +180,12 @@ class _Check:
                 self._problem(f"namespace {row.digest.hex()[:16]}: its totals are wrong")
         if not blocks.keys() <= self._namespaces.keys():
             self._problem("catalogue: a namespace with blocks has no row")
+
+    def _compare_custody(self) -> None:
+        custody = CustodyCheck(self._rows)
+        for extent in self._extents.values():
+            custody.extent(extent)
+        self._problems += custody.problems()
 
     def _compare_segments(self) -> int:
         """Live bytes fit their segments without overlap. Returns what a crash left on disk."""

@@ -37,7 +37,9 @@ class Tally:
     hits: int = 0
     misses: int = 0
     quarantined: int = 0
+    expired_blocks: int = 0
     evicted_blocks: int = 0
+    pins_lost: int = 0
     budget_refused_blocks: int = 0
 
 
@@ -69,6 +71,8 @@ class Core:
         self.reserved = 0
         self.freeing = 0
         self.anchors: Counter[int] = Counter()
+        self.next_due = catalogue.next_due()
+        self.due_changed = asyncio.Event()
         self._readers: Counter[int] = Counter()
         self._uses: dict[int, int] = {}
         self._abandoned: list[Freed] = []
@@ -120,7 +124,12 @@ class Core:
             written = self.budget.unsaved
             self._uses = {}
             change = replace(
-                change, cleared=cleared, abandoned=abandoned, uses=uses, written=written
+                change,
+                now=self.now(),
+                cleared=cleared,
+                abandoned=abandoned,
+                uses=uses,
+                written=written,
             )
             done = False
             try:
@@ -137,6 +146,7 @@ class Core:
             self.freeing += sum(freed.length for freed in outcome.freed)
             self._waiting += outcome.freed
             self.totals = outcome.totals
+            self._note(outcome)
             return outcome
 
     async def make_room(self, nbytes: int) -> None:
@@ -146,8 +156,7 @@ class Core:
         if short <= 0:
             return
         protected = set(self.anchors) | set(self._readers)
-        outcome = await self.commit(Change(evict_bytes=short, protected=protected))
-        self.tally.evicted_blocks += outcome.num_removed
+        await self.commit(Change(evict_bytes=short, protected=protected))
         await self.reclaim()
 
     async def reclaim(self) -> None:
@@ -179,6 +188,15 @@ class Core:
     def _commit_watched(self, change: Change) -> Outcome:
         with self._watch.during(Call.COMMIT):
             return self.catalogue.commit(change)
+
+    def _note(self, outcome: Outcome) -> None:
+        self.tally.evicted_blocks += outcome.num_evicted
+        self.tally.quarantined += outcome.num_quarantined
+        self.tally.expired_blocks += outcome.num_expired
+        self.tally.pins_lost += outcome.num_pins_lost
+        if outcome.next_due != self.next_due:
+            self.next_due = outcome.next_due
+            self.due_changed.set()
 
     def _idle(self, freed: Freed) -> bool:
         if not freed.whole_file:

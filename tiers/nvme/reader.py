@@ -22,7 +22,7 @@ from xxhash import xxh3_64_intdigest
 from kvtier.tiers.contracts import LANDED, Bytes, Fetch, Pool
 from kvtier.tiers.errors import RecordRefused, StoreCorrupt, StoreVersion
 from kvtier.tiers.nvme.blocks import block_views, page_views
-from kvtier.tiers.nvme.catalogue import Change
+from kvtier.tiers.nvme.catalogue import SWEEP_STEPS, Change
 from kvtier.tiers.nvme.core import Core
 from kvtier.tiers.nvme.files import ShortRead, read_whole
 from kvtier.tiers.nvme.health import Fault
@@ -347,8 +347,7 @@ class Reader:
             elif damage.position is not None:
                 rotten.append((damage.extent, damage.position))
         if rotten:
-            outcome = await core.commit(Change(quarantine=rotten))
-            core.tally.quarantined += outcome.num_removed
+            await core.commit(Change(quarantine=rotten, sweep=SWEEP_STEPS))
             for extent, _ in rotten:
                 self._headers.drop(extent)
                 del self._strikes[extent]

@@ -133,7 +133,7 @@ def recover(catalogue: Catalogue, segments: Segments, capacity_bytes: int) -> Co
         _reclaim(segments, outcome.freed)
         outcome = catalogue.commit(Change(cleared=outcome.freed))
     if short > 0:
-        outcome = catalogue.commit(Change(evict_bytes=short))
+        outcome = catalogue.commit(Change(evict_bytes=short, lift_pins=True))
         while outcome.freed:
             _reclaim(segments, outcome.freed)
             outcome = catalogue.commit(Change(cleared=outcome.freed))

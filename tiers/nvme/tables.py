@@ -65,6 +65,19 @@ class Rows:
             for key, value in cursor:
                 yield key, unseal(table, key, value)
 
+    def first(self, table: Table, start: bytes = b"") -> tuple[bytes, bytes] | None:
+        """The first `(key, body)` from `start` on, or None."""
+        return next(self.walk(table, start), None)
+
+    def last_key(self, table: Table, start: bytes, end: bytes) -> bytes | None:
+        """The last key of a table that is not below `start` and below `end`, or None."""
+        with self._txn.cursor(db=self._tables[table]) as cursor:
+            there = cursor.prev() if cursor.set_range(end) else cursor.last()
+            if not there or cursor.key() < start:
+                return None
+            unseal(table, cursor.key(), cursor.value())
+            return bytes(cursor.key())
+
     def extent(self, id: int) -> Extent | None:
         body = self.get(Table.EXTENTS, number_key(id))
         return None if body is None else decode_extent(id, body)
@@ -204,6 +217,11 @@ class Book(Rows):
 
     def namespace_row(self, number: int) -> NamespaceRow | None:
         return self._namespaces.get(number) or super().namespace_row(number)
+
+    def drop_namespace(self, id: int) -> None:
+        """Forget the row of a namespace that holds nothing."""
+        self._namespaces.pop(id, None)
+        self.drop(Table.NAMESPACES, namespace_key(id))
 
     def segment(self, id: int) -> SegmentRow:
         """The row of a segment, to change in place; `write_totals` writes it."""

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,15 +20,23 @@ from typing import TypeVar
 
 from kvtier.index.words import BlockKey, TierId, Tokens
 from kvtier.tiers.contracts import Answer, Fetch, Flight, Put, Signal
-from kvtier.tiers.errors import CapacityTooSmall, StoreCorrupt, StoreOut, StoreUnsupported
+from kvtier.tiers.errors import (
+    CapacityTooSmall,
+    StoreBusy,
+    StoreCorrupt,
+    StoreOut,
+    StoreUnsupported,
+)
 from kvtier.tiers.nvme.budget import WriteBudget
 from kvtier.tiers.nvme.catalogue import Catalogue
 from kvtier.tiers.nvme.codecs import CodecPolicy
 from kvtier.tiers.nvme.core import Core, Tally
+from kvtier.tiers.nvme.custody import Custodian, Custody, Found
 from kvtier.tiers.nvme.files import Files
 from kvtier.tiers.nvme.health import Fault, Health, Patience
 from kvtier.tiers.nvme.landing import Landing
 from kvtier.tiers.nvme.lock import StoreLock
+from kvtier.tiers.nvme.orders import Order
 from kvtier.tiers.nvme.pace import CodecStatistics, Meter
 from kvtier.tiers.nvme.reader import Reader
 from kvtier.tiers.nvme.rebuild import CATALOGUE
@@ -56,8 +65,9 @@ class NvmeStatistics:
     """What the store holds, and what happened since it was opened.
 
     `hits` and `misses` count blocks asked of `fetch`; `quarantined` blocks were forgotten because
-    they or an ancestor failed verification; `refused_blocks` of puts were not published, of them
-    `budget_refused_blocks` of background puts because the day's budget is spent.
+    they or an ancestor failed verification, `expired_blocks` because their time had come or an
+    operator said so; `pins_lost` were lifted with their blocks. `refused_blocks` of puts were not
+    published, of them `budget_refused_blocks` of background puts because the day's budget is spent.
     `written_today_bytes` (UTC) count every put, also from before the last opening.
 
     `state`: "ok"; "full" or "failing": no puts until one has worked again; "failing" without reads,
@@ -70,12 +80,16 @@ class NvmeStatistics:
     extents: int
     used_bytes: int
     capacity_bytes: int
+    pinned_bytes: int
+    pin_quota_bytes: int
     read_bytes: int
     written_bytes: int
     hits: int
     misses: int
     quarantined: int
+    expired_blocks: int
     evicted_blocks: int
+    pins_lost: int
     refused_blocks: int
     budget_refused_blocks: int
     written_today_bytes: int
@@ -102,6 +116,7 @@ class Settings:
     """How a tier was opened."""
 
     capacity_bytes: int
+    pin_quota_bytes: int
     write_budget_bytes: int
     read_only: bool
     io_threads: int
@@ -112,7 +127,7 @@ class Settings:
     policy: CodecPolicy
 
 
-class NvmeTier:
+class NvmeTier(Custody):
     """A `Store` in a directory. Made by `open`; every method may be called from any thread."""
 
     def __init__(
@@ -162,6 +177,7 @@ class NvmeTier:
         *,
         capacity_bytes: int,
         signal: Signal,
+        pin_quota_bytes: int | None = None,
         write_budget_bytes: int | None = None,
         read_only: bool = False,
         io_threads: int = 16,
@@ -176,9 +192,10 @@ class NvmeTier:
         """Open the store at `path`, creating it unless `read_only`.
 
         `capacity_bytes` bounds everything under `segments/`, padding included; the catalogue comes
-        on top (about 400 bytes a block). A store that holds more is evicted down to it first. A
-        read-only tier refuses every put, and does not save last uses. `clock` dates uses;
-        `patience` says when a drive is given up and for how long, on the clock `monotonic`.
+        on top (about 250 bytes a block). A store that holds more is evicted down to it first.
+        `pin_quota_bytes` bounds what pins hold (default: half of the capacity). A read-only tier
+        refuses every put, and does not save last uses. `clock` dates uses and expiries; `patience`
+        says when a drive is given up and for how long, on the clock `monotonic`.
 
         `codec` ("raw", "zstd", "auto") is how blocks are stored unless a put says otherwise;
         `element_bytes` (1, 2, 4) is the size of the numbers in a block, by which zstd cuts it into
@@ -202,8 +219,10 @@ class NvmeTier:
         if not read_only:
             prepare_directory(path, files)
         budget_bytes = capacity_bytes if write_budget_bytes is None else write_budget_bytes
+        quota_bytes = capacity_bytes // 2 if pin_quota_bytes is None else pin_quota_bytes
         settings = Settings(
             capacity_bytes,
+            quota_bytes,
             budget_bytes,
             read_only,
             io_threads,
@@ -296,11 +315,10 @@ class NvmeTier:
         with self._visiting() as open:
             return self._count(namespace, keys) if open and self._health.serves else 0
 
-    def namespaces(self) -> list[tuple[str, int, int]]:
-        """`(namespace in hex, blocks, bytes)` of every namespace that holds something."""
-        with self._visiting() as open:
-            rows = self._catalogue.namespace_rows() if open else []
-        return [(row.digest.hex(), row.blocks, row.nbytes) for _, row in rows if row.blocks]
+    @property
+    def pin_quota_bytes(self) -> int:
+        """The most that all pins together may hold."""
+        return self._settings.pin_quota_bytes
 
     def statistics(self) -> NvmeStatistics:
         """A snapshot; after `close`, the last one."""
@@ -310,12 +328,16 @@ class NvmeTier:
             extents=totals.extents,
             used_bytes=totals.used_bytes,
             capacity_bytes=self._settings.capacity_bytes,
+            pinned_bytes=totals.pinned_bytes,
+            pin_quota_bytes=self.pin_quota_bytes,
             read_bytes=tally.read_bytes,
             written_bytes=tally.written_bytes,
             hits=tally.hits,
             misses=tally.misses,
             quarantined=tally.quarantined,
+            expired_blocks=tally.expired_blocks,
             evicted_blocks=tally.evicted_blocks,
+            pins_lost=tally.pins_lost,
             budget_refused_blocks=tally.budget_refused_blocks,
             written_today_bytes=self._budget.written_bytes,
             write_budget_bytes=self._budget.limit_bytes,
@@ -385,6 +407,29 @@ class NvmeTier:
         if not answer.done:
             answer.give(self._count(namespace, keys))
 
+    def _obey(self, order: Order, deadline_s: float) -> int:
+        answer: Future[int] = Future()
+        if self._settings.read_only:
+            raise StoreUnsupported("NVMe store: opened read-only; open it as its one writer")
+        if not self._health.serves:
+            raise self._health.refusal()
+        with self._face:
+            if self._closed:
+                raise StoreUnsupported("NVMe store: closed; open it again")
+            self._call_soon(lambda: self._custodian.begin(order, answer))
+        try:
+            return answer.result(deadline_s)
+        except TimeoutError as error:
+            raise StoreBusy(
+                f"NVMe store: not done after {deadline_s} s; it goes on, ask again later"
+            ) from error
+
+    def _read(self, question: Callable[[Catalogue], Found]) -> Found:
+        with self._visiting() as open:
+            if not open:
+                raise StoreUnsupported("NVMe store: closed; open it again")
+            return question(self._catalogue)
+
     def _count(self, namespace: bytes, keys: Sequence[BlockKey]) -> int:
         try:
             return self._catalogue.count(namespace, keys, int(self._settings.clock() * 1e6))
@@ -441,9 +486,13 @@ class NvmeTier:
             extent_bytes=settings.geometry.extent_bytes,
             group_bytes=settings.geometry.group_bytes,
         )
+        self._custodian = Custodian(self._core, self._signal)
+        if not settings.read_only:
+            self._custodian.start()
         started.set()
         await self._write_until_closed(workers)
         await self._reader.drain()
+        await self._custodian.close()
         await workers.drain()
         await self._core.close(save=not settings.read_only)
         workers.close()

@@ -22,6 +22,7 @@ from kvtier.tiers.contracts import Checksums, Signal, Store
 from kvtier.tiers.dram import DramSlab
 from kvtier.tiers.errors import CapacityTooSmall
 from kvtier.tiers.memory import PAGE, round_up
+from kvtier.tiers.nvme.custody import NamespaceUse
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.sidecar.wire import WireLayout
 
@@ -129,12 +130,12 @@ class Backend:
         job.add_done_callback(self._jobs.discard)
         return job
 
-    def namespaces(self) -> "asyncio.Future[list[tuple[str, int, int]]]":
-        """`(namespace in hex, blocks, bytes)` of the store (read on a helper thread)."""
+    def namespaces(self) -> "asyncio.Future[list[NamespaceUse]]":
+        """What the store holds of each namespace (read on a helper thread)."""
         store = self.store
 
-        def read() -> list[tuple[str, int, int]]:
-            return [] if store is None else list(store.namespaces())
+        def read() -> list[NamespaceUse]:
+            return [] if store is None else store.namespaces()
 
         return self._loop.run_in_executor(self._helpers, read)
 

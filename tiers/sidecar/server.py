@@ -198,7 +198,7 @@ class SidecarServer:
         if self.backend.store is not None:
             numbers |= flatten("nvme", self.backend.store.statistics())
         uses = tuple(
-            wire.NamespaceUse(bytes.fromhex(namespace), blocks, nbytes)
-            for namespace, blocks, nbytes in await self.backend.namespaces()
+            wire.NamespaceUse(use.namespace, use.blocks, use.nbytes)
+            for use in await self.backend.namespaces()
         )
         return wire.Statistics(request_id, numbers, uses[: wire.MAX_BLOCKS])
