@@ -79,6 +79,13 @@ def check_store(path: Path, *, progress: Callable[[int, int], None] | None = Non
         lock.release()
 
 
+def table_problems(rows: Rows, segments: Path) -> tuple[str, ...]:
+    """What the tables of a catalogue say against each other, no record being read."""
+    check = _Check(segments, rows, None)
+    check.compare_tables()
+    return check.problems
+
+
 class _Check:
     def __init__(
         self, segments: Path, rows: Rows, progress: Callable[[int, int], None] | None
@@ -93,16 +100,7 @@ class _Check:
         self._namespaces: dict[int, NamespaceRow] = {}
 
     def run(self) -> CheckReport:
-        try:
-            self._read_extents()
-            self._compare_blocks()
-            self._compare_order()
-            self._compare_totals()
-            self._compare_custody()
-            leftover = self._compare_segments()
-        except StoreCorrupt as error:  # a damaged row: nothing that follows can be trusted
-            self._problems.append(str(error))
-            leftover = 0
+        leftover = self.compare_tables()
         self._read_records()
         live = self._extents.values()
         return CheckReport(
@@ -110,8 +108,25 @@ class _Check:
             blocks=sum(extent.live for extent in live),
             bytes=sum(extent.nbytes for extent in live),
             leftover_bytes=leftover,
-            problems=tuple(self._problems),
+            problems=self.problems,
         )
+
+    def compare_tables(self) -> int:
+        """Compare the tables with each other. Returns what a crash left on disk."""
+        try:
+            self._read_extents()
+            self._compare_blocks()
+            self._compare_order()
+            self._compare_totals()
+            self._compare_custody()
+            return self._compare_segments()
+        except StoreCorrupt as error:  # a damaged row: nothing that follows can be trusted
+            self._problem(str(error))
+            return 0
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return tuple(self._problems)
 
     def _problem(self, text: str) -> None:
         self._problems.append(text)
