@@ -8,6 +8,7 @@ from threading import Event
 
 import pytest
 
+from kvtier.index.words import BlockKey
 from kvtier.tiers.contracts import Bytes
 from kvtier.tiers.errors import PinRefused, StoreBusy, StoreUnsupported
 from kvtier.tiers.nvme import custody
@@ -159,7 +160,7 @@ def test_from_its_time_on_nothing_expired_is_served_nor_what_hangs_off_it(tmp_pa
         rig.put(limb)
         rig.tier.pin(NAMESPACE, limb.keys, "no help")
         assert rig.tier.expire(NAMESPACE, trunk.keys[4:], at=1100.0)
-        assert not rig.tier.expire(NAMESPACE, [trunk.keys[0][::-1]], at=1100.0)
+        assert not rig.tier.expire(NAMESPACE, [BlockKey(trunk.keys[0][::-1])], at=1100.0)
         assert (rig.landed(trunk), rig.landed(limb)) == (9, 2)
         clock.seconds = 1100.0
         assert (rig.landed(trunk), rig.landed(limb)) == (4, 0)
@@ -284,7 +285,8 @@ def test_a_deletion_in_small_steps_serves_nothing_and_survives_a_kill_at_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy of the store after each transaction is what a kill there leaves."""
-    store, copies = tmp_path / "s", []
+    store = tmp_path / "s"
+    copies: list[Path] = []
     plain = Catalogue.commit
 
     def commit(self: Catalogue, change: Change) -> Outcome:

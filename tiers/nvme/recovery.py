@@ -134,6 +134,12 @@ def recover(catalogue: Catalogue, segments: Segments, capacity_bytes: int) -> Co
         outcome = catalogue.commit(Change(cleared=outcome.freed))
     if short > 0:
         outcome = catalogue.commit(Change(evict_bytes=short, lift_pins=True))
+        if outcome.num_pins_lost:
+            _log.warning(
+                "%s: more is pinned than the capacity holds; %d pins were lifted",
+                segments.directory.parent,
+                outcome.num_pins_lost,
+            )
         while outcome.freed:
             _reclaim(segments, outcome.freed)
             outcome = catalogue.commit(Change(cleared=outcome.freed))
