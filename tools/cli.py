@@ -14,6 +14,7 @@ from kvtier.index.errors import KvtierError
 from kvtier.tools import options
 from kvtier.tools.options import tiers
 from kvtier.tools.sizes import parse_size
+from kvtier.tools.store import app as store_app
 
 EXIT_BAD_INPUT = 2
 
@@ -25,6 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(store_app, name="store")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

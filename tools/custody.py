@@ -1,0 +1,148 @@
+"""`kvtier store` behind its options: opens a store, gives one order, says what came of it."""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from kvtier.index.words import BlockKey
+from kvtier.tiers.contracts import Signal
+from kvtier.tiers.nvme.tier import NvmeTier
+from kvtier.tools.digests import parse_digest
+from kvtier.tools.errors import BadOption
+from kvtier.tools.inspection import ANY_CAPACITY
+from kvtier.tools.sizes import format_size
+
+# Removing a large namespace may take its time; nobody waits behind a command line.
+LONG_S = 3600.0
+
+
+def list_namespaces(store: Path, *, as_json: bool) -> None:
+    """Print every namespace, most bytes first."""
+    with _opened(store, read_only=True) as tier:
+        uses = sorted(tier.namespaces(), key=lambda use: -use.nbytes)
+    rows = [
+        (
+            use.namespace.hex(),
+            f"{use.blocks:,}",
+            format_size(use.nbytes),
+            format_size(use.pinned_bytes),
+        )
+        for use in uses
+    ]
+    _show(f"namespaces of {store}", ("namespace", "blocks", "bytes", "pinned"), rows)
+    if as_json:
+        named = [
+            {
+                "namespace": use.namespace.hex(),
+                "blocks": use.blocks,
+                "bytes": use.nbytes,
+                "pinned_bytes": use.pinned_bytes,
+            }
+            for use in uses
+        ]
+        print(json.dumps({"namespaces": named}))
+
+
+def list_pins(store: Path, *, as_json: bool) -> None:
+    """Print every pin, by label."""
+    with _opened(store, read_only=True) as tier:
+        pins = sorted(tier.pins(), key=lambda pin: (pin.label, pin.namespace, pin.leaf))
+    rows = [(pin.label, pin.namespace.hex(), pin.leaf.hex(), _date(pin.expires_at)) for pin in pins]
+    _show(f"pins of {store}", ("label", "namespace", "prefix", "until"), rows)
+    if as_json:
+        named = [
+            {
+                "label": pin.label,
+                "namespace": pin.namespace.hex(),
+                "prefix": pin.leaf.hex(),
+                "expires_at": pin.expires_at,
+            }
+            for pin in pins
+        ]
+        print(json.dumps({"pins": named}))
+
+
+def pin_prefix(store: Path, namespace: str, prefix: str, label: str, hours: float | None) -> None:
+    """Pin a prefix; its quota is the disk's. Raises what `NvmeTier.pin` raises."""
+    digest, key = parse_digest(namespace, "--namespace"), _key(prefix)
+    until = None if hours is None else time.time() + 3600 * hours
+    with _opened(store) as tier:
+        tier.pin(digest, [key], label, until)
+        pinned = tier.statistics().pinned_bytes
+    print(f"pinned {label!r} until {_date(until)}; all pins hold {format_size(pinned)}")
+
+
+def lift_pins(store: Path, label: str, namespace: str | None, prefix: str | None) -> None:
+    """Lift one pin, or all of a label. Raises `BadOption` if half of one is named or none found."""
+    if (namespace is None) != (prefix is None):
+        raise BadOption("unpin: --namespace and --prefix go together; give both, or only --label")
+    if namespace is None or prefix is None:
+        with _opened(store) as tier:
+            lifted = tier.unpin_label(label)
+    else:
+        digest, key = parse_digest(namespace, "--namespace"), _key(prefix)
+        with _opened(store) as tier:
+            lifted = int(tier.unpin(digest, [key], label))
+    if not lifted:
+        raise BadOption(f"unpin: no such pin {label!r}; `kvtier store pins {store}` lists them")
+    print(f"{lifted} pins lifted")
+
+
+def forget_branch(store: Path, namespace: str, prefix: str) -> None:
+    """Remove a branch. Raises `BadOption` if it is not there."""
+    digest, key = parse_digest(namespace, "--namespace"), _key(prefix)
+    with _opened(store) as tier:
+        before = tier.statistics().blocks
+        found = tier.forget(digest, [key], deadline_s=LONG_S)
+        gone = before - tier.statistics().blocks
+    if not found:
+        raise BadOption(f"forget: block {prefix} is not in {store}; check namespace and key")
+    print(f"{gone:,} blocks removed")
+
+
+def delete_namespace(store: Path, namespace: str) -> None:
+    """Remove a namespace. Raises `BadOption` if it is not there."""
+    digest = parse_digest(namespace, "--namespace")
+    with _opened(store) as tier:
+        gone = tier.delete_namespace(digest, deadline_s=LONG_S)
+    if not gone:
+        raise BadOption(
+            f"delete: namespace {namespace} is not in {store}; "
+            f"`kvtier store namespaces {store}` lists them"
+        )
+    print(f"{gone:,} blocks removed")
+
+
+@contextmanager
+def _opened(store: Path, *, read_only: bool = False) -> Iterator[NvmeTier]:
+    """The store, which must be there; a command that looks at one makes none."""
+    if not (store / "catalog").is_dir():
+        raise BadOption(f"{store}: there is no store here; check the path")
+    tier = NvmeTier.open(store, capacity_bytes=ANY_CAPACITY, signal=Signal(), read_only=read_only)
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+def _key(text: str) -> BlockKey:
+    return BlockKey(parse_digest(text, "--prefix"))
+
+
+def _date(seconds: float | None) -> str:
+    if seconds is None:
+        return "lifted"
+    return datetime.fromtimestamp(seconds, UTC).isoformat(" ", "seconds")
+
+
+def _show(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    table = Table(*names, title=title)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

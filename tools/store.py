@@ -1,0 +1,101 @@
+"""`kvtier store`: what an operator says about the blocks of a store. Parses options only.
+
+Each command opens the store itself: no other process may own it meanwhile, listings excepted.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtier.tools import options
+
+app = typer.Typer(
+    help="Pins, expiry and deletion in a store that no process owns now.", no_args_is_help=True
+)
+
+Store = Annotated[Path, typer.Argument(metavar="STORE", help="Directory of the store.")]
+Namespace = Annotated[
+    str, typer.Option("--namespace", metavar="HEX", help="64 digits, as `namespaces` lists them.")
+]
+Prefix = Annotated[
+    str, typer.Option("--prefix", metavar="KEYHEX", help="Key of the prefix's last block.")
+]
+Label = Annotated[str, typer.Option("--label", metavar="L", help="Name of the pin.")]
+
+
+@app.command()
+def namespaces(store: Store, as_json: options.Json = False) -> None:
+    """List namespaces with their blocks, bytes and pinned bytes."""
+    from kvtier.tools.custody import list_namespaces
+
+    list_namespaces(store, as_json=as_json)
+
+
+@app.command()
+def pins(store: Store, as_json: options.Json = False) -> None:
+    """List pins."""
+    from kvtier.tools.custody import list_pins
+
+    list_pins(store, as_json=as_json)
+
+
+@app.command()
+def pin(
+    store: Store,
+    namespace: Namespace,
+    prefix: Prefix,
+    label: Label,
+    hours: Annotated[
+        float | None, typer.Option("--hours", min=0, help="Lift it after so long (default: never).")
+    ] = None,
+) -> None:
+    """Hold a prefix (a block and all before it) against eviction."""
+    from kvtier.tools.custody import pin_prefix
+
+    pin_prefix(store, namespace, prefix, label, hours)
+
+
+@app.command()
+def unpin(
+    store: Store,
+    label: Label,
+    namespace: Annotated[
+        str | None, typer.Option("--namespace", metavar="HEX", help="With --prefix: that pin only.")
+    ] = None,
+    prefix: Annotated[
+        str | None, typer.Option("--prefix", metavar="KEYHEX", help="Key of the pinned block.")
+    ] = None,
+) -> None:
+    """Lift one pin, or every pin with a label."""
+    from kvtier.tools.custody import lift_pins
+
+    lift_pins(store, label, namespace, prefix)
+
+
+@app.command()
+def forget(
+    store: Store,
+    namespace: Namespace,
+    prefix: Annotated[
+        str, typer.Option("--prefix", metavar="KEYHEX", help="Key of the first block to go.")
+    ],
+) -> None:
+    """Remove a block and all that follows it, pinned or not."""
+    from kvtier.tools.custody import forget_branch
+
+    forget_branch(store, namespace, prefix)
+
+
+@app.command()
+def delete(
+    store: Store,
+    namespace: Namespace,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Remove a namespace, pins included."""
+    from kvtier.tools.custody import delete_namespace
+
+    if not yes:
+        typer.confirm(f"Remove namespace {namespace} from {store}?", abort=True)
+    delete_namespace(store, namespace)
