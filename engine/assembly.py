@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from kvtier.engine.errors import BadSettings
-from kvtier.index.namespace import BlockLayout
+from kvtier.index.namespace import DTYPE_BYTES, BlockLayout
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.contracts import Pool, Signal
 from kvtier.tiers.cuda import CudaDevice
@@ -31,7 +31,8 @@ class CacheSettings:
 
     `store`: a directory for the NVMe tier, bounded by `nvme_bytes`. `socket`: a sidecar that owns
     DRAM and NVMe, so that `dram_bytes`, `nvme_bytes` and `store` are its business, not ours.
-    `dram_bytes` 0 leaves the DRAM tier out. `debug` poisons freed slots.
+    `dram_bytes` 0 leaves the DRAM tier out. `codec` ("raw", "zstd", "auto"): how the NVMe tier
+    stores blocks. `debug` poisons freed slots.
     Raises `BadSettings` if `store` and `socket` are both given.
     """
 
@@ -40,6 +41,7 @@ class CacheSettings:
     store: Path | None = None
     nvme_bytes: int = 16 * GIB
     socket: Path | None = None
+    codec: str = "raw"
     block_size: int = 16
     debug: bool = False
 
@@ -90,7 +92,11 @@ def open_cache(settings: CacheSettings, layout: BlockLayout, device: str = "cpu"
             if settings.store:
                 _refuse_less_than_a_block("nvme_bytes", settings.nvme_bytes, layout)
                 store = NvmeTier.open(
-                    settings.store, capacity_bytes=settings.nvme_bytes, signal=signal
+                    settings.store,
+                    capacity_bytes=settings.nvme_bytes,
+                    signal=signal,
+                    codec=settings.codec,
+                    element_bytes=DTYPE_BYTES[layout.dtype],
                 )
         stores = [] if store is None else [store]
         for each in stores:

@@ -53,6 +53,7 @@ def serve(
     ] = None,
     dram: options.Dram = "8GiB",
     nvme: options.Nvme = "64GiB",
+    codec: options.Codec = "raw",
 ) -> None:
     """Own DRAM and NVMe for every engine on this host, until SIGTERM or SIGINT."""
     from kvtier.tools.serve import serve as run_server
@@ -62,6 +63,7 @@ def serve(
         store,
         dram_bytes=parse_size(dram, "--dram"),
         nvme_bytes=parse_size(nvme, "--nvme"),
+        codec=codec,
     )
 
 
@@ -77,6 +79,7 @@ def prewarm(
     hbm: options.Hbm = "1GiB",
     dram: options.Dram = "1GiB",
     nvme: options.Nvme = "64GiB",
+    codec: options.Codec = "raw",
     step: Annotated[
         int, typer.Option("--step", min=1, help="Tokens computed between two flushes.")
     ] = 2048,
@@ -87,7 +90,9 @@ def prewarm(
 
     Safe to stop and to run again: what is stored is not computed again.
     """
-    place = tiers(hbm=hbm, dram=dram, nvme=nvme, store=store, socket=socket, needed=True)
+    place = tiers(
+        hbm=hbm, dram=dram, nvme=nvme, store=store, socket=socket, codec=codec, needed=True
+    )
     from kvtier.tools.prewarm.command import run_prewarm
 
     run_prewarm(documents, model, place, step_tokens=step, threads=threads, as_json=as_json)
@@ -105,6 +110,7 @@ def generate(
     hbm: options.Hbm = "1GiB",
     dram: options.Dram = "1GiB",
     nvme: options.Nvme = "64GiB",
+    codec: options.Codec = "raw",
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens to generate.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
@@ -113,7 +119,9 @@ def generate(
     as_json: options.Json = False,
 ) -> None:
     """Answer one prompt, and say how many of its tokens came from which tier."""
-    place = tiers(hbm=hbm, dram=dram, nvme=nvme, store=store, socket=socket, needed=False)
+    place = tiers(
+        hbm=hbm, dram=dram, nvme=nvme, store=store, socket=socket, codec=codec, needed=False
+    )
     from kvtier.engine.sampling import SamplingParams
     from kvtier.tools.generate import run_generate
 

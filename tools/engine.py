@@ -18,5 +18,6 @@ def open_llm(model: Path, tiers: Tiers, threads: int | None) -> LLM:
         store=tiers.store,
         nvme_bytes=tiers.nvme_bytes,
         socket=tiers.socket,
+        codec=tiers.codec,
     )
     return LLM(model, cache=settings, threads=threads)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from kvtier.tiers.nvme.codecs import CodecPolicy
 from kvtier.tools.errors import BadOption
 from kvtier.tools.sizes import parse_size
 
@@ -24,6 +25,14 @@ Socket = Annotated[
 Hbm = Annotated[str, typer.Option("--hbm", metavar="SIZE", help="Room for KV in the fast tier.")]
 Dram = Annotated[str, typer.Option("--dram", metavar="SIZE", help="Room for KV in host memory.")]
 Nvme = Annotated[str, typer.Option("--nvme", metavar="SIZE", help="Room for KV in the store.")]
+Codec = Annotated[
+    str,
+    typer.Option(
+        "--codec",
+        metavar="NAME",
+        help="How blocks are stored: raw; zstd (smaller); auto (zstd where that loads faster).",
+    ),
+]
 Namespaces = Annotated[
     list[str] | None,
     typer.Option("--namespace", metavar="HEX", help="Only these namespaces (default: all)."),
@@ -43,12 +52,21 @@ class Tiers:
     nvme_bytes: int
     store: Path | None
     socket: Path | None
+    codec: str = "raw"
 
 
 def tiers(
-    *, hbm: str, dram: str, nvme: str, store: Path | None, socket: Path | None, needed: bool
+    *,
+    hbm: str,
+    dram: str,
+    nvme: str,
+    store: Path | None,
+    socket: Path | None,
+    codec: str,
+    needed: bool,
 ) -> Tiers:
-    """Check and parse. Raises `BadOption`: both places given, or none although one is `needed`.
+    """Check and parse. Raises `BadOption`: both places given, or none although one is `needed`;
+    `CodecUnknown`.
 
     Without a store there is no DRAM tier either: what one process computes once fits in HBM.
     """
@@ -56,10 +74,13 @@ def tiers(
         raise BadOption("--store and --socket: the sidecar owns the store; give one of the two")
     if needed and store is None and socket is None:
         raise BadOption("no store: give --store DIR, or --socket PATH of a running sidecar")
+    if CodecPolicy(codec).codec != "raw" and socket is not None:
+        raise BadOption("--codec and --socket: the sidecar owns the store; give it to kvtier serve")
     return Tiers(
         parse_size(hbm, "--hbm"),
         parse_size(dram, "--dram") if store is not None else 0,
         parse_size(nvme, "--nvme"),
         store,
         socket,
+        codec,
     )

@@ -7,17 +7,26 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvtier.tiers.memory import require
+from kvtier.tiers.nvme.codecs import CodecPolicy
 from kvtier.tiers.sidecar.server import SidecarServer
 
 
-def serve(socket: Path, store: Path | None, *, dram_bytes: int, nvme_bytes: int) -> None:
+def serve(
+    socket: Path, store: Path | None, *, dram_bytes: int, nvme_bytes: int, codec: str = "raw"
+) -> None:
     """Serve on `socket`; return after a graceful stop.
 
     Prints one line once clients can connect. Raises `NotEnoughMemory` if the slab, which is made
-    for the first client, could not be had now, and what `SidecarServer.start` raises.
+    for the first client, could not be had now, `CodecUnknown`, and what
+    `SidecarServer.start` raises.
     """
+    CodecPolicy(codec)
     require(dram_bytes, f"--dram of {dram_bytes:,} bytes")
-    asyncio.run(_serve(SidecarServer(socket, store, dram_bytes=dram_bytes, nvme_bytes=nvme_bytes)))
+    asyncio.run(
+        _serve(
+            SidecarServer(socket, store, dram_bytes=dram_bytes, nvme_bytes=nvme_bytes, codec=codec)
+        )
+    )
 
 
 async def _serve(server: SidecarServer) -> None:

@@ -186,6 +186,27 @@ def test_a_document_list_with_a_missing_file_is_refused_before_any_work(
     assert not store.exists()
 
 
+def test_a_codec_that_there_is_not_is_named_before_anything_is_made(
+    run: Run, documents: Path, tiny: Path, tmp_path: Path
+) -> None:
+    store, socket = tmp_path / "store", tmp_path / "socket"
+    for arguments in (
+        ["prewarm", documents, "--model", tiny, "--store", store],
+        ["generate", "--model", tiny, "--prompt", "Hi"],
+        ["serve", "--socket", socket, "--store", store],
+    ):
+        complaint = run(*arguments, "--codec", "lz4").complaint
+        assert "'lz4' is unknown; use one of raw, zstd, auto" in complaint
+    assert not store.exists() and not socket.exists()
+
+
+def test_a_codec_for_a_sidecars_store_is_the_sidecars_to_say(
+    run: Run, documents: Path, tiny: Path, tmp_path: Path
+) -> None:
+    arguments = ["prewarm", documents, "--model", tiny, "--socket", tmp_path / "socket"]
+    assert "give it to kvtier serve" in run(*arguments, "--codec", "zstd").complaint
+
+
 def test_no_sidecar_at_the_socket_names_the_command_that_starts_one(
     run: Run, documents: Path, tiny: Path, tmp_path: Path
 ) -> None:

@@ -4,11 +4,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import kvtier.tools
+from tests.tiny_model import make_tiny_model
 from tests.tools.conftest import SMALL, Run, command
 
 
@@ -81,10 +83,16 @@ def test_check_reports_a_flipped_byte_and_exits_with_1(
 @pytest.fixture
 def sidecar(tmp_path: Path) -> Iterator[Path]:
     """A real `kvtier serve` beside the test; the path of its socket."""
+    with serving(tmp_path) as socket:
+        yield socket
+
+
+@contextmanager
+def serving(tmp_path: Path, *options: str) -> Iterator[Path]:
     socket = tmp_path / "run" / "s"
     arguments = ["serve", "--socket", socket, "--store", tmp_path / "shared", "--dram", "16MiB"]
     process = subprocess.Popen(
-        command(*arguments, "--nvme", "64MiB"), stdout=subprocess.PIPE, text=True
+        command(*arguments, "--nvme", "64MiB", *options), stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     try:
@@ -108,6 +116,44 @@ def test_prewarm_and_generate_work_through_a_sidecar(
     assert warm["cached_tokens"] > warm["prompt_tokens"] - 48
     assert warm["text"] == run(*about, *SMALL, "--max-tokens", "5", "--json").summary["text"]
     assert run("stats", "--socket", sidecar, "--json").summary["numbers"]["nvme.blocks"] > 0
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model whose blocks take eight pages."""
+    return make_tiny_model(
+        tmp_path_factory.mktemp("deep"),
+        num_hidden_layers=8,
+        head_dim=32,
+        max_position_embeddings=700,
+    )
+
+
+def test_documents_prewarmed_with_zstd_take_less_and_answer_alike(
+    run: Run, documents: Path, deep: Path, tmp_path: Path
+) -> None:
+    plain, small = tmp_path / "plain", tmp_path / "small"
+    prewarm(run, documents, deep, "--store", plain)
+    prewarm(run, documents, deep, "--store", small, "--codec", "zstd")
+    used = [run("stats", each, "--json").summary["numbers"] for each in (plain, small)]
+    assert used[0]["blocks"] == used[1]["blocks"]
+    assert used[1]["used_bytes"] < 0.95 * used[0]["used_bytes"]
+    ask = ["generate", "--model", deep, "--prompt", "Who?", *SMALL, "--json", "--max-tokens", "5"]
+    about = [*ask, "--document", documents / "delta.txt"]
+    warm, cold = run(*about, "--store", small).summary, run(*about).summary
+    assert warm["hit_tokens"]["nvme"] == warm["cached_tokens"] > warm["prompt_tokens"] - 48
+    assert warm["text"] == cold["text"]
+    assert run("check", small).code == 0
+
+
+def test_a_sidecar_learns_the_size_of_numbers_from_its_first_client(
+    run: Run, documents: Path, deep: Path, tmp_path: Path
+) -> None:
+    with serving(tmp_path, "--codec", "zstd") as socket:
+        prewarm(run, documents, deep, "--socket", socket)
+        numbers = run("stats", "--socket", socket, "--json").summary["numbers"]
+    assert numbers["nvme.codec.zstd_blocks"] == numbers["nvme.blocks"] > 0
+    assert numbers["nvme.codec.stored_bytes"] < 0.9 * numbers["nvme.codec.decoded_bytes"]
 
 
 @pytest.mark.parametrize("way", ["module", "path"])

@@ -15,7 +15,7 @@ from pathlib import Path
 import xxhash
 
 from kvtier.index.errors import KvtierError
-from kvtier.index.namespace import BlockLayout
+from kvtier.index.namespace import DTYPE_BYTES, BlockLayout
 from kvtier.index.words import Slots
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.contracts import Checksums, Signal, Store
@@ -55,6 +55,7 @@ class Backend:
         *,
         dram_bytes: int,
         nvme_bytes: int,
+        codec: str = "raw",
         after_news: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -63,7 +64,9 @@ class Backend:
         self.slab: Slab | None = None
         self.store: NvmeTier | None = None
         if store_path is not None:
-            self.store = NvmeTier.open(store_path, capacity_bytes=nvme_bytes, signal=self.signal)
+            self.store = NvmeTier.open(
+                store_path, capacity_bytes=nvme_bytes, signal=self.signal, codec=codec
+            )
         self._dram_bytes = dram_bytes
         self._after_news = after_news
         self._waits: dict[int, Wait] = {}
@@ -110,7 +113,10 @@ class Backend:
                 f"give it more (--dram)"
             )
         dram = DramSlab.create(num_slots, layout.nbytes)
-        stores: list[Store] = [] if self.store is None else [self.store]
+        stores: list[Store] = []
+        if self.store is not None:
+            self.store.describe_elements(DTYPE_BYTES[layout.dtype])
+            stores.append(self.store)
         cache = TieredCache(layout.block_size, [dram], stores, None, self.signal, clock=self.clock)
         return Slab(layout, dram, cache)
 

@@ -37,6 +37,7 @@ class SidecarServer:
         *,
         dram_bytes: int,
         nvme_bytes: int,
+        codec: str = "raw",
         client_share: float = 0.5,
         drain_s: float = 30.0,
     ) -> None:
@@ -44,6 +45,7 @@ class SidecarServer:
         self._store_path = store_path
         self._dram_bytes = dram_bytes
         self._nvme_bytes = nvme_bytes
+        self._codec = codec
         self._client_share = client_share
         self._drain_s = drain_s
         self._connections: set[Connection] = set()
@@ -65,6 +67,7 @@ class SidecarServer:
                 self._store_path,
                 dram_bytes=self._dram_bytes,
                 nvme_bytes=self._nvme_bytes,
+                codec=self._codec,
                 after_news=self._flush_all,
             )
         except BaseException:
