@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Event, Lock
@@ -17,16 +18,25 @@ class FaultyFiles(Files):
     """Fails the `at`-th call (from 0) of `call`, and `times` in all; everything else works.
 
     `fault` is an errno to raise, "short" for a read or write that does half its work, or "none"
-    for one that does nothing. Nothing fails until `arm` is called.
+    for one that does nothing. Nothing fails until `arm` is called. `seen`: how often each call was
+    made while armed.
     """
 
-    def __init__(self, call: str, fault: int | str, *, at: int = 0, times: int = 1) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        call: str,
+        fault: int | str,
+        *,
+        at: int = 0,
+        times: int = 1,
+        direct: bool = True,
+    ) -> None:
+        super().__init__(direct=direct)
         self._call = call
         self._fault = fault
         self._at = at
         self._times = times
-        self._seen = 0
+        self.seen: Counter[str] = Counter()
         self._armed = False
         self._guard = Lock()
         self.fired = 0
@@ -36,14 +46,17 @@ class FaultyFiles(Files):
 
     def _due(self, call: str) -> bool:
         with self._guard:
-            if not self._armed or call != self._call:
+            if not self._armed:
                 return False
-            self._seen += 1
-            due = self._at < self._seen <= self._at + self._times
+            self.seen[call] += 1
+            if call != self._call:
+                return False
+            due = self._at < self.seen[call] <= self._at + self._times
             self.fired += due
             return due
 
-    def _run(self, call: str, action: Callable[[], T]) -> T:
+    def run(self, call: str, action: Callable[[], T]) -> T:
+        """`action`, which is a call of this name, unless it is to fail."""
         if self._due(call):
             number = int(self._fault)
             raise OSError(number, os.strerror(number))
@@ -61,7 +74,7 @@ class FaultyFiles(Files):
         raise OSError(number, os.strerror(number))
 
     def open(self, path: Path, *, create: bool = False, read_only: bool = False) -> int:
-        return self._run(
+        return self.run(
             "open", lambda: super(FaultyFiles, self).open(path, create=create, read_only=read_only)
         )
 
@@ -76,16 +89,25 @@ class FaultyFiles(Files):
         )
 
     def fdatasync(self, fd: int) -> None:
-        self._run("fdatasync", lambda: super(FaultyFiles, self).fdatasync(fd))
+        self.run("fdatasync", lambda: super(FaultyFiles, self).fdatasync(fd))
 
     def allocate(self, fd: int, offset: int, length: int) -> None:
-        self._run("allocate", lambda: super(FaultyFiles, self).allocate(fd, offset, length))
+        self.run("allocate", lambda: super(FaultyFiles, self).allocate(fd, offset, length))
 
     def punch(self, fd: int, offset: int, length: int) -> None:
-        self._run("punch", lambda: super(FaultyFiles, self).punch(fd, offset, length))
+        self.run("punch", lambda: super(FaultyFiles, self).punch(fd, offset, length))
+
+    def truncate(self, path: Path, length: int) -> None:
+        self.run("truncate", lambda: super(FaultyFiles, self).truncate(path, length))
+
+    def unlink(self, path: Path) -> None:
+        self.run("unlink", lambda: super(FaultyFiles, self).unlink(path))
+
+    def make_directory(self, path: Path) -> None:
+        self.run("make_directory", lambda: super(FaultyFiles, self).make_directory(path))
 
     def sync_directory(self, path: Path) -> None:
-        self._run("sync_directory", lambda: super(FaultyFiles, self).sync_directory(path))
+        self.run("sync_directory", lambda: super(FaultyFiles, self).sync_directory(path))
 
 
 WRITE_CALLS = ("open", "sync_directory", "allocate", "pwritev", "fdatasync")
