@@ -392,6 +392,7 @@ class Ledger:
             self._leave(col, victims[:n])
             return
         clean = self.holds(col + 1, victims) | self._is_refused(col, victims)
+        clean |= self.is_stalled(victims)  # a copy below that hangs can't be waited for, nor made
         self._leave(col, victims[clean][:n])
         short = n - int(np.count_nonzero(clean)) - self.going_down(col)
         if short > 0:

@@ -7,6 +7,7 @@ store that checks out, and a tier that takes puts again once the drive does.
 import errno
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,14 @@ def opened(store: Path, files: FaultyFiles) -> Rig | None:
         return None
 
 
+def rot(store: Path) -> None:
+    """Flip a bit near the end of the newest segment, if it is still there and has an end."""
+    for path in segment_files(store)[-1:]:
+        with suppress(FileNotFoundError):  # what was evicted goes a little later
+            if size := path.stat().st_size:
+                flip(path, size - 4096)
+
+
 def work(rig: Rig) -> None:
     """Puts that fill several segments and overflow the store, hits, a rotten block."""
     trunk = branch(7)
@@ -61,9 +70,7 @@ def work(rig: Rig) -> None:
     assert rig.landed(trunk) <= 7 and rig.lookup(trunk) <= 7
     for seed in range(2, 6):
         rig.put(branch(5, seed))
-    for path in segment_files(rig.path)[-1:]:
-        if size := path.stat().st_size:
-            flip(path, size - 4096)
+    rot(rig.path)
     for seed in range(2, 6):
         rig.landed(branch(5, seed))  # the rig compares every byte
     rig.put(branch(5, 6))

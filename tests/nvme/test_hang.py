@@ -36,12 +36,13 @@ CALLS = [
     ("commit", ROOMY, 0),
     ("commit", TIGHT, 0),
     ("find", ROOMY, 0),
+    ("walk", ROOMY, 0),
     ("count", ROOMY, 0),
 ]
 
 
 def hang_in_catalogue(files: HangingFiles, patch: pytest.MonkeyPatch) -> None:
-    """LMDB's calls hang as `files` says, too: `commit` on its thread, `find` on the loop."""
+    """LMDB's calls hang as `files` says, too: `commit` on its thread, the others on the loop."""
 
     def hanging(name: str) -> Callable[..., Any]:
         plain = getattr(Catalogue, name)
@@ -52,7 +53,7 @@ def hang_in_catalogue(files: HangingFiles, patch: pytest.MonkeyPatch) -> None:
 
         return call
 
-    for name in ("commit", "find", "count"):
+    for name in ("commit", "find", "walk", "count"):
         patch.setattr(Catalogue, name, hanging(name))
 
 
@@ -154,7 +155,7 @@ def test_blocks_being_read_keep_their_slots_and_those_not_begun_fail(tmp_path: P
         assert rig.landed(blocks) == 9
 
 
-@pytest.mark.parametrize("call", ["preadv", "pwritev", "find"])
+@pytest.mark.parametrize("call", ["preadv", "pwritev", "walk"])
 def test_closing_does_not_wait_for_a_call_that_hangs(
     tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

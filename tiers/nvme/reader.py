@@ -142,6 +142,7 @@ def _read_verified(run: Run, errand: Errand, scratch: Scratch) -> Damage | None:
     extent, pool, landing = run.extent, errand.request.pool, errand.landing
     start = extent.starts[run.position]
     pieces, direct = _destinations(run, pool, scratch)
+    views = block_views(pool, run.slots)  # now: a read that hangs may outlive the pool
     header = errand.headers.get(extent.id)
     raw = None if header else scratch.take("header", extent.header_pages * PAGE)
     files = errand.segments.files
@@ -160,7 +161,6 @@ def _read_verified(run: Run, errand: Errand, scratch: Scratch) -> Damage | None:
         check_identity(header, extent, errand.request.namespace)
         errand.headers.keep(header)
     size = pool.block_bytes
-    views = block_views(pool, run.slots)
     checksums: list[int] = []
     damage: Damage | None = None
     for i, piece in enumerate(pieces):
@@ -262,13 +262,14 @@ class Reader:
         except (OSError, StoreCorrupt) as failure:
             core.health.count(failure, Fault.CATALOGUE)
             error = failure
-        landing.cut(found)
+        finally:  # whatever broke: runs may have begun, and only their end ends the flight
+            landing.cut(found)
+            if runs:
+                self._keep(asyncio.create_task(self._finish(landing, runs, futures)))
         if error is None:
             core.tally.misses += num_blocks - found
         flight.fail(range(found, num_blocks), error)
-        if runs:
-            core.used({run.extent.id for run in runs})
-            self._keep(asyncio.create_task(self._finish(landing, runs, futures)))
+        core.used({run.extent.id for run in runs})
 
     def probe(self) -> None:
         """Try what the drive could not read lately; the verdict goes to the core's health."""

@@ -445,8 +445,10 @@ class NvmeTier(Custody):
             start(request, outcome)
         except Exception as error:  # noqa: BLE001 - the caller gets it with the flight
             _log.error("NVMe tier: a request broke", exc_info=error)
-            flight = outcome.flight if isinstance(outcome, Landing) else outcome
-            flight.fail_rest(error)
+            if isinstance(outcome, Landing):
+                outcome.give_up(error)  # reads may have begun
+            else:
+                outcome.fail_rest(error)
 
     def _live(self, started: threading.Event) -> None:
         """The tier's own thread, from opening to letting go."""
