@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from kvtier.index.words import ROOT_KEY, BlockKey, TierId
-from kvtier.tiers.contracts import Flight, Put
+from kvtier.tiers.contracts import PENDING, Flight, Put
 from kvtier.tiers.errors import BudgetSpent, CapacityTooSmall, StoreCorrupt, TierFull
 from kvtier.tiers.nvme.catalogue import Addition, Change
 from kvtier.tiers.nvme.codecs import CodecPolicy
@@ -90,8 +90,8 @@ class Writer:
         if spans:
             core.used({span.extent.id for span in spans})
             flight.land(range(start), source=TierId.NVME)
-        while start < len(keys) and (request.namespace, keys[start]) in self._pending:
-            record, position = self._pending[request.namespace, keys[start]]
+        while start < len(keys) and (way := self._on_its_way(request.namespace, keys[start])):
+            record, position = way
             record.riders[position].append((flight, start))
             if not request.background:
                 self._hasten(record)
@@ -99,10 +99,19 @@ class Writer:
         if start < len(keys):
             self._plan_new(request, flight, start, spans or parent)
 
+    def _on_its_way(self, namespace: bytes, key: BlockKey) -> tuple[Record, int] | None:
+        """The record that carries a block down, and the block's position, unless it is forsaken."""
+        record, position = self._pending.get((namespace, key), (None, 0))
+        if record is None:
+            return None
+        flight, block = record.riders[position][0]
+        return (record, position) if flight.status[block] == PENDING else None
+
     def _plan_new(self, request: Put, flight: Flight, start: int, before: list[Span]) -> None:
         keys, size = request.keys, request.pool.block_bytes
         parent = keys[start - 1] if start else request.parent
-        after = self._pending.get((request.namespace, parent), (None, 0))[0]
+        way = self._on_its_way(request.namespace, parent)
+        after = None if way is None else way[0]
         stride = len(request.tokens) // len(keys)
         if after is None and not before and parent != ROOT_KEY:
             error: Exception = StoreCorrupt("put: the block's parent is not in the store")
@@ -409,7 +418,8 @@ class Writer:
         if not anchors[record.anchor]:
             del anchors[record.anchor]
         for key in record.keys:
-            self._pending.pop((record.namespace, key), None)
+            if self._pending.get((record.namespace, key), (None, 0))[0] is record:
+                del self._pending[record.namespace, key]
 
 
 def _attempt(action: Callable[[], None], _: Scratch) -> OSError | None:
