@@ -62,7 +62,13 @@ def run_export(
 
 
 def run_import(
-    bundle: Path, store: Path, nvme_bytes: int, *, namespaces: Sequence[str], as_json: bool
+    bundle: Path,
+    store: Path,
+    nvme_bytes: int,
+    *,
+    namespaces: Sequence[str],
+    pin_label: str | None,
+    as_json: bool,
 ) -> bool:
     """Import and print; True if the store holds all that was wanted of the bundle."""
     wanted = {parse_digest(text, "--namespace") for text in namespaces} or None
@@ -71,7 +77,9 @@ def run_import(
     tier = NvmeTier.open(store, capacity_bytes=nvme_bytes, signal=Signal())
     try:
         with _bar("import", "bytes") as progress:
-            report = import_bundle(bundle, tier, namespaces=wanted, progress=progress)
+            report = import_bundle(
+                bundle, tier, namespaces=wanted, pin_label=pin_label, progress=progress
+            )
     finally:
         tier.close()
     rows = {
@@ -80,6 +88,7 @@ def run_import(
         "already there": f"{report.already_there:,} blocks",
         "refused by the store": f"{report.refused:,} blocks",
         "damaged": f"{report.damaged:,} blocks",
+        "pinned": f"{report.pinned:,} paths",
         "of other namespaces": f"{sum(n for _, n in report.foreign):,} blocks",
     }
     _show(f"import {bundle} into {store}", rows, report.problems, report.ok)

@@ -204,6 +204,9 @@ def import_from_bundle(
     ],
     nvme: options.Nvme = "64GiB",
     namespace: options.Namespaces = None,
+    pin: Annotated[
+        str | None, typer.Option("--pin", metavar="LABEL", help="Hold its paths under this label.")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Put a bundle's blocks into a store that no process owns now.
@@ -213,7 +216,8 @@ def import_from_bundle(
     from kvtier.tools.bundles import run_import
 
     size = parse_size(nvme, "--nvme")
-    if not run_import(bundle, store, size, namespaces=namespace or (), as_json=as_json):
+    names = namespace or ()
+    if not run_import(bundle, store, size, namespaces=names, pin_label=pin, as_json=as_json):
         raise typer.Exit(1)
 
 

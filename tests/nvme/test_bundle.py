@@ -221,3 +221,66 @@ def test_what_others_have_in_the_store_goes_first(tmp_path: Path) -> None:
         assert bring(bundle, rig).ok
         assert held(rig, tree) == ALL
     assert check_store(tmp_path / "c").ok
+
+
+def test_pinned_paths_are_exported_by_their_label_and_pinned_on_import(tmp_path: Path) -> None:
+    tree, bundle, everything = grown(tmp_path / "a"), tmp_path / "b", tmp_path / "all"
+    with Rig(tmp_path / "a") as rig:
+        rig.tier.pin(NAMESPACE, tree.trunk.keys[:5], "gold")
+        rig.tier.pin(NAMESPACE, tree.twig.keys, "gold")
+        rig.tier.pin(NAMESPACE, tree.alone.keys, "tin")
+        rig.tier.pin(NAMESPACE, tree.alone.keys, "gold", expires_at=rig.time + 50)
+        rig.tier.pin(OTHER, tree.foreign.keys, "gold")
+    ours = Selection(frozenset({NAMESPACE}), labels=("gold",))
+    report = exported(tmp_path / "a", bundle, ours, clock=lambda: 1e6)
+    assert report.blocks == 5 + 4 + 2
+    exported(tmp_path / "a", everything, Selection(labels=("gold", "tin")))
+    with Rig(tmp_path / "c", capacity_bytes=60 * PAGE) as rig:
+        came = bring(bundle, rig, pin_label="from a", expires_at=1e6)
+        assert came.ok and came.pinned == 2
+        assert {(pin.leaf, pin.label, pin.expires_at) for pin in rig.tier.pins()} == {
+            (tree.trunk.keys[4], "from a", 1e6),
+            (tree.twig.keys[1], "from a", 1e6),
+        }
+        for seed in range(20, 40):
+            rig.put(branch(3, seed))
+        assert held(rig, tree) == NONE | {"trunk": 5, "limb": 4, "twig": 2}
+    assert check_store(tmp_path / "c").ok
+    assert verify_bundle(everything).blocks == 5 + 4 + 2 + 5 + 3
+
+
+def test_a_pin_beyond_the_quota_is_told_and_costs_no_block(tmp_path: Path) -> None:
+    tree, bundle = grown(tmp_path / "a"), tmp_path / "b"
+    exported(tmp_path / "a", bundle)
+    with Rig(tmp_path / "c", pin_quota_bytes=20 * PAGE) as rig:
+        report = bring(bundle, rig, pin_label="gold")
+        assert not report.ok and report.imported == 21
+        assert 0 < report.pinned < 4 and any("quota" in line for line in report.problems)
+        assert held(rig, tree) == ALL
+
+
+def test_what_has_expired_stays_behind(tmp_path: Path) -> None:
+    tree = grown(tmp_path / "a")
+    with Rig(tmp_path / "a", clock=lambda: 5.0) as rig:
+        assert rig.tier.expire(NAMESPACE, tree.trunk.keys[4:], at=100.0)
+        assert rig.tier.expire(NAMESPACE, tree.limb.keys[2:], at=200.0)
+    for now, blocks in ((99.0, 21), (101.0, 18), (201.0, 14)):
+        report = exported(tmp_path / "a", tmp_path / f"{now}", clock=lambda now=now: now)
+        assert report.blocks == blocks
+    prefix = prefixes(tree.twig.keys[1])
+    report = export_bundle(tmp_path / "a", tmp_path / "b", prefix, clock=lambda: 201.0)
+    assert report.missing == (tree.twig.keys[1].hex(),) and report.blocks == 0
+
+
+def test_what_was_evicted_again_is_refused_and_not_imported(tmp_path: Path) -> None:
+    tree, bundle = grown(tmp_path / "a"), tmp_path / "b"
+    exported(tmp_path / "a", bundle)
+    with Rig(tmp_path / "c", capacity_bytes=70 * PAGE, pin_quota_bytes=50 * PAGE) as rig:
+        for seed in range(20, 24):
+            rig.put(branch(5, seed))
+            rig.tier.pin(NAMESPACE, branch(5, seed).keys, "others")
+        report = bring(bundle, rig)
+        assert not report.ok and report.refused > 0 and report.damaged == 0
+        assert sum(held(rig, tree).values()) == report.imported
+        assert all(rig.landed(branch(5, seed)) == 5 for seed in range(20, 24))
+    assert check_store(tmp_path / "c").ok

@@ -40,6 +40,10 @@ def test_parts_are_chosen_by_namespace_and_by_prefix(run: Run, store: Path, tmp_
     prefixes = ["--prefix", tree.limb.keys[0].hex(), "--prefix", tree.alone.keys[4].hex()]
     said = run("export", store, tmp_path / "b", *prefixes, "--json")
     assert (said.code, said.summary["blocks"]) == (0, 2 + 1 + 5)
+    again = ["import", tmp_path / "b", tmp_path / "pinned", "--nvme", "1MiB", "--pin", "gold"]
+    assert run(*again, "--json").summary["pinned"] == 2
+    said = run("export", tmp_path / "pinned", tmp_path / "gold", "--label", "gold", "--json")
+    assert (said.code, said.summary["blocks"]) == (0, 2 + 1 + 5)
     said = run("export", store, tmp_path / "c", "--namespace", OTHER.hex(), "--json")
     assert (said.code, said.summary["blocks"]) == (0, 3)
     run("export", store, tmp_path / "d")

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvtier.index.words import Slots, TierId
 from kvtier.tiers.contracts import LANDED, Flight, Put
-from kvtier.tiers.errors import RecordRefused, TierFull
+from kvtier.tiers.errors import PinRefused, RecordRefused, StoreBusy, StoreCorrupt, TierFull
 from kvtier.tiers.nvme.bundle_reader import (
     INCOMPLETE,
     Bundle,
@@ -36,9 +36,9 @@ _WAIT_S = 1.0
 class ImportReport:
     """What an import did. `records`, `blocks` and `nbytes` (decoded) are what the bundle holds of
     the namespaces wanted; the blocks are `imported`, `already_there`, `refused` by the store (no
-    room, drive failing) or `damaged` (themselves, or what they hang off). `foreign`: namespaces
-    (hex) that were not wanted, with their blocks. Not `complete`: the file is cut short or lacks
-    records.
+    room, drive failing) or `damaged` (themselves, or what they hang off). `pinned`: paths.
+    `foreign`: namespaces (hex) that were not wanted, with their blocks. Not `complete`: the file is
+    cut short or lacks records.
     """
 
     records: int
@@ -48,6 +48,7 @@ class ImportReport:
     already_there: int
     refused: int
     damaged: int
+    pinned: int
     foreign: tuple[tuple[str, int], ...]
     complete: bool
     problems: tuple[str, ...]
@@ -62,19 +63,23 @@ def import_bundle(
     store: NvmeTier,
     *,
     namespaces: Collection[bytes] | None = None,
+    pin_label: str | None = None,
+    expires_at: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> ImportReport:
     """Put what the bundle at `path` holds into `store`, parents first; return once it is durable.
 
-    `namespaces`: digests of those wanted (None: all). `progress` is told `(bytes done, bytes in
-    all)`. What the bundle brings never pushes out what it brought before: once the store is full of
-    it, the rest is refused.
+    `namespaces`: digests of those wanted (None: all). With `pin_label`, every path of the bundle
+    that is in the store at the end is pinned under it, until `expires_at` (the tier's clock,
+    seconds; None: until it is lifted). `progress` is told `(bytes done, bytes in all)`. What the
+    bundle brings never pushes out what it brought before: once the store is full of it, the rest is
+    refused.
 
     Raises `BundleRefused` if the file is no bundle or cannot be read, `StoreVersion`. Whatever else
     goes wrong is in the report.
     """
     with Bundle(path) as bundle:
-        return _Import(bundle, store, namespaces, progress).run()
+        return _Import(bundle, store, namespaces, pin_label, expires_at, progress).run()
 
 
 @dataclass(frozen=True)
@@ -94,11 +99,15 @@ class _Import:
         bundle: Bundle,
         store: NvmeTier,
         namespaces: Collection[bytes] | None,
+        label: str | None,
+        expires_at: float | None,
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self._bundle = bundle
         self._store = store
         self._wanted = namespaces
+        self._label = label
+        self._expires_at = expires_at
         self._progress = progress
         self._problems = Problems()
         self._count: Counter[str] = Counter()
@@ -140,6 +149,7 @@ class _Import:
             already_there=count["already_there"],
             refused=count["refused"],
             damaged=count["damaged"],
+            pinned=count["pinned"],
             foreign=tuple((name.hex(), n) for name, n in sorted(self._foreign.items())),
             complete=complete,
             problems=self._problems.told(),
@@ -169,9 +179,6 @@ class _Import:
                 self._give_up(step, first, refused=True, why="no room in the store")
                 return
             pool = self._room_for(header.block_bytes, fit)
-            if step.refused:  # an earlier part of this record, by now
-                self._give_up(step, first, refused=True, why="")
-                return
             slots = pool.alloc(min(fit, pool.num_free))
             sound = self._read(record, first, pool, slots)
             if sound:
@@ -274,12 +281,16 @@ class _Import:
             self._land_oldest()
 
     def _recount(self) -> None:
-        """Look again: the store may have given up early blocks for later ones, or for others."""
-        held = 0
+        """Look again: the store may have given up early blocks for later ones, or for others. Pin
+        what is there."""
+        held, trail = 0, Trail(self._leave)
         for item in self._bundle.records():
             if isinstance(item, Record) and self._wants(item.header.namespace):
                 keys = [block.key for block in item.header.blocks]
-                held += self._store.holds(item.header.namespace, keys)
+                step = trail.enter(item.header)
+                step.kept = self._store.holds(item.header.namespace, keys)
+                held += step.kept
+        trail.end()
         gone = self._count["imported"] + self._count["already_there"] - held
         if gone > 0:
             again = min(gone, self._count["imported"])
@@ -287,3 +298,14 @@ class _Import:
             self._count["already_there"] -= gone - again
             self._count["refused"] += gone
             self._problems.add(f"{gone} blocks were evicted again; give the store more room")
+
+    def _leave(self, step: Step) -> None:
+        """Pin the path that ends in this record, if its last kept block has nothing behind it."""
+        if self._label is None or not step.kept or step.followed:
+            return
+        header, leaf = step.header, step.header.blocks[step.kept - 1].key
+        try:
+            self._store.pin(header.namespace, [leaf], self._label, self._expires_at)
+            self._count["pinned"] += 1
+        except (PinRefused, StoreBusy, StoreCorrupt, OSError) as error:
+            self._problems.add(f"page {header.page}: not pinned: {error}")
