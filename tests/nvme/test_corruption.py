@@ -247,20 +247,6 @@ def test_a_segment_cut_short_or_gone_is_a_miss(tmp_path: Path, keep: int) -> Non
         assert num_landed(rig.put(blocks)) == rig.landed(blocks) == 3
 
 
-def test_a_damaged_row_of_the_catalogue_is_a_miss(tmp_path: Path) -> None:
-    store, blocks = tmp_path / "s", branch(3)
-    filled(store, blocks)
-    data = (store / "catalog" / "data.mdb").read_bytes()
-    at = data.rindex(blocks.keys[1])  # somewhere in a live or an old page: every one of them
-    while at >= 0:
-        flip(store / "catalog" / "data.mdb", at + 34)  # past the key: the row's body
-        at = data.rfind(blocks.keys[1], 0, at)
-    assert not check_store(store).ok
-    with Rig(store) as rig:
-        assert rig.landed(blocks) < 3
-        assert num_landed(rig.put(branch(3, 5))) == 3
-
-
 def test_a_store_of_a_newer_format_is_refused_and_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,7 @@ environment never crosses a fork. Each read is one short transaction, and return
 """
 
 import errno
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -120,6 +120,7 @@ class Catalogue:
         self._tables = tables
         self._path = path
         self._namespaces: dict[bytes, int] = {}
+        self._listener: Callable[[StoreCorrupt], None] | None = None
 
     @classmethod
     def open(cls, path: Path, *, read_only: bool, create: bool = False) -> "Catalogue":
@@ -163,6 +164,10 @@ class Catalogue:
             environment.close()
             raise
         return catalogue
+
+    def on_damage(self, listener: Callable[[StoreCorrupt], None]) -> None:
+        """Also tell `listener` of damage that is found on touch, from the thread that finds it."""
+        self._listener = listener
 
     def close(self) -> None:
         self._environment.close()
@@ -345,13 +350,22 @@ class Catalogue:
     @contextmanager
     def reading(self) -> Iterator[Rows]:
         """One read transaction over everything. Keep it short beside a writer."""
-        with _lmdb_as_oserror(), self._environment.begin() as txn:
+        with self._telling(), _lmdb_as_oserror(), self._environment.begin() as txn:
             yield Rows(txn, self._tables)
 
     @contextmanager
     def _writing(self) -> Iterator[Edit]:
-        with _lmdb_as_oserror(), self._environment.begin(write=True) as txn:
+        with self._telling(), _lmdb_as_oserror(), self._environment.begin(write=True) as txn:
             yield Edit(txn, self._tables)
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreCorrupt as error:
+            if self._listener is not None:
+                self._listener(error)
+            raise
 
 
 def _name(table: Table) -> bytes:

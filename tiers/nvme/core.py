@@ -22,6 +22,7 @@ from kvtier.tiers.nvme.budget import WriteBudget
 from kvtier.tiers.nvme.catalogue import Catalogue, Change, Outcome
 from kvtier.tiers.nvme.daemons import DaemonExecutor
 from kvtier.tiers.nvme.health import Fault, Health
+from kvtier.tiers.nvme.recovery import Opened
 from kvtier.tiers.nvme.rows import Counters, Freed
 from kvtier.tiers.nvme.segments import Segments
 from kvtier.tiers.nvme.watch import Call, Watch
@@ -40,6 +41,7 @@ class Tally:
     expired_blocks: int = 0
     evicted_blocks: int = 0
     pins_lost: int = 0
+    rebuilds: int = 0
     budget_refused_blocks: int = 0
 
 
@@ -80,6 +82,8 @@ class Core:
         self._punched: list[Freed] = []
         self._clock = clock
         self._lock = asyncio.Lock()
+        self._reclaims = 0
+        self._reclaimed = asyncio.Event()
         self._watch = watch
         self._thread = DaemonExecutor(1, "kvtier-nvme-catalogue")
         self._commit = aiofiles.os.wrap(self._commit_watched)
@@ -119,6 +123,8 @@ class Core:
         Raises `OSError` or `StoreCorrupt` and changes nothing.
         """
         async with self._lock:
+            if self.health.is_out:
+                raise StoreCorrupt("catalogue: is being made anew")
             cleared = await self._durable_holes()
             abandoned, uses = tuple(self._abandoned), self._uses
             written = self.budget.unsaved
@@ -149,6 +155,25 @@ class Core:
             self._note(outcome)
             return outcome
 
+    async def renew(self, reopen: Callable[[], Opened]) -> None:
+        """Take another catalogue, which `reopen` makes on the catalogue's thread, and its totals.
+
+        Nothing may be read or written meanwhile; ranges that were to be given back are by then.
+        """
+        while self._reclaims:
+            self._reclaimed.clear()
+            await self._reclaimed.wait()
+        async with self._lock:
+            self.segments.restart()
+            opened: Opened = await aiofiles.os.wrap(reopen)(executor=self._thread)
+            self.catalogue, self.totals = opened.catalogue, opened.totals
+            self.reserved = self.freeing = 0
+            self._uses = {}
+            self._abandoned, self._waiting, self._punched = [], [], []
+            self.next_due = self.catalogue.next_due()
+            self.due_changed.set()
+            self.tally.rebuilds += 1
+
     async def make_room(self, nbytes: int) -> None:
         """Evict until `nbytes` may be reserved, or nothing more can go. Raises like `commit`."""
         await self.reclaim()
@@ -161,6 +186,16 @@ class Core:
 
     async def reclaim(self) -> None:
         """Punch what is freed and no longer read. What cannot be punched now waits."""
+        if self.health.is_out:
+            return  # a catalogue made anew knows by itself what is to be given back
+        self._reclaims += 1
+        try:
+            await self._reclaim()
+        finally:
+            self._reclaims -= 1
+            self._reclaimed.set()
+
+    async def _reclaim(self) -> None:
         for whole_files in (False, True):  # a file goes after the last range of it
             ready = [f for f in self._waiting if f.whole_file is whole_files and self._idle(f)]
             self._waiting = [freed for freed in self._waiting if freed not in ready]

@@ -112,6 +112,11 @@ class Health:
         return self._out is None and not self._drive.is_open
 
     @property
+    def is_out(self) -> bool:
+        """Whether the tier itself has taken the store out."""
+        return self._out is not None
+
+    @property
     def admits(self) -> bool:
         """Whether a put is worth planning: writes work, or one of its records may be the probe."""
         return self.serves and (not self._writes.is_open or self._writes.is_due(self._clock()))
@@ -119,6 +124,8 @@ class Health:
     def admission(self) -> Admission:
         """Take leave to write. ONE ends in `write_failed`, `write_worked` or `write_undecided`."""
         with self._lock:
+            if self._out is not None:
+                return Admission.NONE
             if not self._writes.is_open:
                 return Admission.ALL
             return Admission.ONE if self._writes.probe(self._clock()) else Admission.NONE
@@ -150,9 +157,14 @@ class Health:
             self._stalled_reads += num_reads
 
     def write_failed(self, error: Exception, fault: Fault | None = None) -> None:
-        """A write, or the catalogue (`fault`), failed: no puts until a probe has worked."""
+        """A write, or the catalogue (`fault`), failed: no puts until a probe has worked.
+
+        A damaged catalogue (`StoreCorrupt`) is only counted: it needs another one, and no probe.
+        """
         with self._lock:
             self._errors[fault or _fault(error)] += 1
+            if isinstance(error, StoreCorrupt):
+                return
             full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
             self._write_state = State.FULL if full else State.FAILING
             self._writes.failed(self._clock())

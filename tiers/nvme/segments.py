@@ -90,6 +90,13 @@ class Segments:
             self._retired.add(self._current)
             self._current = None
 
+    def restart(self) -> None:
+        """Forget what was being written and close every file. Nothing may be in flight."""
+        self._current = None
+        self._retired.clear()
+        self._outstanding.clear()
+        self.close()
+
     def settled(self, allocation: Allocation) -> None:
         """The allocation's bytes are being published or given up with the next commit."""
         self._outstanding[allocation.segment] -= 1

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.index.words import KEY_BYTES, ROOT_KEY, BlockKey
+from kvtier.tiers.errors import StoreCorrupt
 from kvtier.tiers.nvme.rows import (
+    CURE,
     Counters,
     Extent,
     NamespaceRow,
@@ -119,11 +121,16 @@ class Rows:
         return None if place is None else place[0]
 
     def place(self, namespace_id: int, key: bytes) -> tuple[Extent, int] | None:
-        """`(extent, position)` of a live block, or None. The tables are not asked to agree."""
+        """`(extent, position)` of a live block, or None.
+
+        Raises `StoreCorrupt` if a block's row names what is not in its extent.
+        """
         row = self.block(namespace_id, key)
-        extent = None if row is None else self.extent(row[0])
-        if row is None or extent is None or row[1] >= extent.live:
+        if row is None:
             return None
+        extent = self.extent(row[0])
+        if extent is None or row[1] >= extent.live:
+            raise StoreCorrupt(f"catalogue: block {key.hex()} and its extent disagree; {CURE}")
         same = extent.namespace_id == namespace_id and extent.key(row[1]) == key
         return (extent, row[1]) if same else None
 

@@ -41,7 +41,14 @@ from kvtier.tiers.nvme.pace import CodecStatistics, Meter
 from kvtier.tiers.nvme.reader import Reader
 from kvtier.tiers.nvme.rebuild import CATALOGUE
 from kvtier.tiers.nvme.record import PAGE
-from kvtier.tiers.nvme.recovery import Ids, is_store, open_catalogue, prepare_directory
+from kvtier.tiers.nvme.recovery import (
+    Ids,
+    Opened,
+    is_store,
+    open_catalogue,
+    prepare_directory,
+)
+from kvtier.tiers.nvme.renewal import Renewal
 from kvtier.tiers.nvme.rows import Counters, DayWritten
 from kvtier.tiers.nvme.segments import SEGMENT_BYTES, Segments
 from kvtier.tiers.nvme.watch import Watch
@@ -90,6 +97,7 @@ class NvmeStatistics:
     expired_blocks: int
     evicted_blocks: int
     pins_lost: int
+    rebuilds: int
     refused_blocks: int
     budget_refused_blocks: int
     written_today_bytes: int
@@ -258,7 +266,7 @@ class NvmeTier(Custody):
         """How many leading `keys` are published. Does not count as a use."""
         answer = Answer(self._signal)
         wanted = tuple(keys)
-        if not self._health.serves or not self._enqueue(
+        if not self._serves() or not self._enqueue(
             answer, lambda: self._tell(answer, namespace, wanted)
         ):
             answer.give(0)
@@ -276,7 +284,7 @@ class NvmeTier(Custody):
         """
         flight = Flight(len(request.keys), self._signal)
         landing = Landing(flight, self._settings.monotonic, request.deadline)
-        if not self._health.serves:
+        if not self._serves():
             flight.fail_rest(self._health.refusal())
         elif not self._enqueue(landing, lambda: self._begin(self._reader.start, request, landing)):
             flight.fail_rest()
@@ -290,7 +298,7 @@ class NvmeTier(Custody):
         the background also with `BudgetSpent`.
         """
         flight = Flight(len(request.keys), self._signal)
-        if not self._health.admits:
+        if not self._serves() or not self._health.admits:
             self._health.refuse(len(flight))
             flight.fail_rest(self._health.refusal())
         elif self._settings.read_only or not self._enqueue(
@@ -313,7 +321,7 @@ class NvmeTier(Custody):
     def holds(self, namespace: bytes, keys: Sequence[BlockKey]) -> int:
         """How many leading `keys` are published, at once, for tools. 0 after `close`."""
         with self._visiting() as open:
-            return self._count(namespace, keys) if open and self._health.serves else 0
+            return self._count(namespace, keys) if open else 0
 
     @property
     def pin_quota_bytes(self) -> int:
@@ -338,6 +346,7 @@ class NvmeTier(Custody):
             expired_blocks=tally.expired_blocks,
             evicted_blocks=tally.evicted_blocks,
             pins_lost=tally.pins_lost,
+            rebuilds=tally.rebuilds,
             budget_refused_blocks=tally.budget_refused_blocks,
             written_today_bytes=self._budget.written_bytes,
             write_budget_bytes=self._budget.limit_bytes,
@@ -386,6 +395,28 @@ class NvmeTier(Custody):
             self._call_soon(action)
             return True
 
+    def _serves(self) -> bool:
+        """Whether a request may come in. One that comes when a renewal is due begins it."""
+        if self._health.serves:
+            return True
+        if self._renewal.is_due:
+            self._call_soon(self._renewal.begin)
+        return False
+
+    def _damaged(self, error: StoreCorrupt) -> None:
+        self._renewal.damaged(error)
+        self._call_soon(self._renewal.begin)
+
+    def _reopen(self, error: StoreCorrupt) -> Opened:
+        """Close the damaged catalogue, which nobody reads any more, and make another."""
+        with self._face:
+            self._face.wait_for(lambda: not self._visitors)
+        self._core.catalogue.close()
+        capacity_bytes = self._settings.capacity_bytes
+        opened = open_catalogue(self._segments, self._ids, capacity_bytes, damaged=error)
+        opened.catalogue.on_damage(self._damaged)
+        return opened
+
     def _call_soon(self, action: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody is owed anything any more
             self._loop.call_soon_threadsafe(action)
@@ -394,7 +425,7 @@ class NvmeTier(Custody):
     def _visiting(self) -> Iterator[bool]:
         """Whether the catalogue is open, for a caller that reads it here; it stays so inside."""
         with self._face:
-            is_open = not self._closed
+            is_open = not self._closed and self._health.serves
             self._visitors += is_open
         try:
             yield is_open
@@ -405,7 +436,7 @@ class NvmeTier(Custody):
 
     def _tell(self, answer: Answer, namespace: bytes, keys: Sequence[BlockKey]) -> None:
         if not answer.done:
-            answer.give(self._count(namespace, keys))
+            answer.give(self._count(namespace, keys) if self._health.serves else 0)
 
     def _obey(self, order: Order, deadline_s: float) -> int:
         answer: Future[int] = Future()
@@ -426,13 +457,15 @@ class NvmeTier(Custody):
 
     def _read(self, question: Callable[[Catalogue], Found]) -> Found:
         with self._visiting() as open:
-            if not open:
+            if self._closed:
                 raise StoreUnsupported("NVMe store: closed; open it again")
-            return question(self._catalogue)
+            if not open:
+                raise self._health.refusal()
+            return question(self._core.catalogue)
 
     def _count(self, namespace: bytes, keys: Sequence[BlockKey]) -> int:
         try:
-            return self._catalogue.count(namespace, keys, int(self._settings.clock() * 1e6))
+            return self._core.catalogue.count(namespace, keys, int(self._settings.clock() * 1e6))
         except (OSError, StoreCorrupt) as error:
             self._health.count(error, Fault.CATALOGUE)
             _log.warning("NVMe lookup: %s", error)
@@ -442,9 +475,12 @@ class NvmeTier(Custody):
         self, start: Callable[[Request, Outcome], None], request: Request, outcome: Outcome
     ) -> None:
         try:
+            if not self._health.serves:  # it was taken out since the request came
+                raise self._health.refusal()
             start(request, outcome)
         except Exception as error:  # noqa: BLE001 - the caller gets it with the flight
-            _log.error("NVMe tier: a request broke", exc_info=error)
+            if not isinstance(error, StoreOut):
+                _log.error("NVMe tier: a request broke", exc_info=error)
             if isinstance(outcome, Landing):
                 outcome.give_up(error)  # reads may have begun
             else:
@@ -459,7 +495,7 @@ class NvmeTier(Custody):
             with self._face:
                 self._face.wait_for(lambda: not self._visitors)
             self._segments.close()
-            self._catalogue.close()
+            self._core.catalogue.close()
             self._lock.release()
 
     async def _serve(self, started: threading.Event) -> None:
@@ -489,10 +525,15 @@ class NvmeTier(Custody):
             group_bytes=settings.geometry.group_bytes,
         )
         self._custodian = Custodian(self._core, self._signal)
+        self._renewal = Renewal(
+            self._core, self._reader, self._writer, self._reopen, settings.monotonic
+        )
         if not settings.read_only:
+            self._catalogue.on_damage(self._damaged)
             self._custodian.start()
         started.set()
         await self._write_until_closed(workers)
+        await self._renewal.drain()
         await self._reader.drain()
         await self._custodian.close()
         await workers.drain()

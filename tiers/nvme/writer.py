@@ -63,6 +63,7 @@ class Writer:
         self._background: deque[Record] = deque()
         self._pending: dict[tuple[bytes, BlockKey], tuple[Record, int]] = {}
         self._wake = asyncio.Event()
+        self._resting = asyncio.Event()
         self._unsyncable: dict[int, OSError] = {}
         self._unsampled_bytes = 0
         self._closing = False
@@ -203,7 +204,15 @@ class Writer:
                 return
             else:
                 self._wake.clear()
+                self._resting.set()
                 await self._wake.wait()
+                self._resting.clear()
+
+    async def rest(self) -> None:
+        """Wait until nothing is queued or under way. New puts must be refused meanwhile."""
+        while self._pending and not self._closing:
+            await self._resting.wait()
+            await asyncio.sleep(0)  # it may have been woken and not have come to it
 
     def fail_all(self, error: Exception) -> None:
         """Give up everything queued or under way (only after `run` has ended)."""
