@@ -137,11 +137,15 @@ class Backend:
         return job
 
     def namespaces(self) -> "asyncio.Future[list[NamespaceUse]]":
-        """What the store holds of each namespace (read on a helper thread)."""
+        """What the store holds of each namespace (read on a helper thread); of a store that is out
+        or damaged, nothing."""
         store = self.store
 
         def read() -> list[NamespaceUse]:
-            return [] if store is None else store.namespaces()
+            try:
+                return [] if store is None else store.namespaces()
+            except (OSError, KvtierError):
+                return []
 
         return self._loop.run_in_executor(self._helpers, read)
 
