@@ -8,6 +8,7 @@ from threading import Event
 import pytest
 
 from kvtier.tiers.contracts import FAILED, LANDED, Bytes
+from kvtier.tiers.errors import StoreOut
 from kvtier.tiers.nvme.catalogue import Catalogue, Change, Outcome
 from kvtier.tiers.nvme.check import check_store
 from tests.nvme.faults import ERRORS, WRITE_CALLS, FaultyFiles, ForgetfulFiles
@@ -205,3 +206,74 @@ def test_a_power_cut_that_loses_published_bytes_is_a_miss(tmp_path: Path) -> Non
     with Rig(tmp_path / "s") as rig:
         assert rig.landed(branch(5)) == 0
         assert rig.lookup(branch(5)) == 0
+
+
+def until(rig: Rig, state: str) -> None:
+    """Wait until the watchdog has brought the tier to a state."""
+    for _ in range(2000):
+        if rig.tier.statistics().state == state:
+            return
+        rig.signal.wait(rig.signal.ticks, 0.01)
+    raise TimeoutError(f"{rig.tier!r} did not become {state}")
+
+
+def test_a_full_disk_is_left_alone_until_one_record_has_been_taken_again(tmp_path: Path) -> None:
+    files, old = FaultyFiles("allocate", errno.ENOSPC, times=2), branch(4)
+    with Rig(tmp_path / "s", files=files) as rig:
+        rig.put(old)
+        files.arm()
+        rig.put(branch(4, 1))
+        calls = dict(files.seen)
+        for seed in range(2, 6):
+            flight = rig.begin_put(branch(4, seed))
+            assert flight.done and isinstance(flight.error, StoreOut)
+        assert dict(files.seen) == calls  # nothing touched the drive
+        assert rig.landed(old) == rig.lookup(old) == 4
+        rig.pass_time(1.0)
+        assert num_landed(rig.put(branch(9, 6))) == 0  # the probe fails, and all behind it with it
+        assert files.seen["allocate"] == calls["allocate"] + 1
+        rig.pass_time(1.9)
+        assert rig.begin_put(branch(9, 6)).done
+        rig.pass_time(0.1)
+        assert num_landed(rig.put(branch(9, 6))) == 9  # the probe works, and all behind it does
+        statistics = rig.tier.statistics()
+        assert (statistics.state, statistics.trips) == ("ok", 1)
+        assert statistics.errors["enospc"] == 2
+        assert statistics.refused_blocks == 4 + 4 * 4 + 9 + 9
+
+
+def test_a_drive_that_reads_nothing_is_out_and_comes_back_by_itself(tmp_path: Path) -> None:
+    files = FaultyFiles("preadv", errno.EIO, times=3 + 3)
+    with Rig(tmp_path / "s", files=files, io_threads=1) as rig:
+        for seed in range(3):
+            rig.put(branch(3, seed))
+        files.arm()
+        for seed in range(3):
+            assert rig.landed(branch(3, seed)) == 0
+        assert rig.tier.statistics().state == "failing"
+        calls = dict(files.seen)
+        refused = [rig.begin_put(branch(3, 5)), rig.fetch(branch(3, 0))]
+        assert all(isinstance(flight.error, StoreOut) for flight in refused)
+        assert rig.lookup(branch(3, 0)) == 0 and dict(files.seen) == calls
+        rig.pass_time(1.0)
+        while files.fired < 6:  # the probe reads what had failed, and fails
+            rig.signal.wait(rig.signal.ticks, 0.01)
+        assert rig.tier.statistics().state == "failing"
+        rig.pass_time(2.0)
+        until(rig, "ok")
+        for seed in range(3):
+            assert rig.landed(branch(3, seed)) == 3
+        assert rig.tier.statistics().trips == 1
+        assert num_landed(rig.put(branch(3, 5))) == 3
+
+
+def test_one_record_that_cannot_be_read_does_not_take_the_drive_out(tmp_path: Path) -> None:
+    files = FaultyFiles("preadv", errno.EIO, times=99)
+    with Rig(tmp_path / "s", files=files) as rig:
+        rig.put(branch(3))
+        rig.put(branch(3, 1))
+        files.arm()
+        assert rig.landed(branch(3)) == rig.landed(branch(3)) == 0  # then it is forgotten
+        assert rig.tier.statistics().state == "ok"
+        files.arm(False)
+        assert rig.landed(branch(3, 1)) == 3

@@ -141,7 +141,8 @@ def test_namespaces_never_see_each_other(tmp_path: Path) -> None:
         rig.put(blocks)
         assert rig.lookup(blocks, namespace=other) == 0
         assert num_landed(rig.fetch(blocks, namespace=other)) == 0
-        assert num_landed(rig.put(blocks, namespace=other)) == 5
+        theirs = branch(5, namespace=other)
+        assert num_landed(rig.put(theirs, namespace=other)) == 5
         assert {use.namespace for use in rig.tier.namespaces()} == {NAMESPACE, other}
     assert check_store(tmp_path / "s").ok
 
