@@ -369,6 +369,8 @@ def test_engines_that_share_blocks_under_eviction_never_see_a_wrong_byte(
     assert numbers["sidecar.held_blocks"] == numbers["sidecar.quarantined_blocks"] == 0
     assert numbers["cache.dram.free"] + numbers["cache.dram.resident"] == 29
     assert numbers["sidecar.checksum_mismatches"] == numbers["nvme.quarantined"] == 0
+    assert (numbers["nvme.state.ok"], numbers["nvme.state.hung"]) == (1, 0)
+    assert numbers["nvme.errors.eio"] == numbers["nvme.trips"] == 0
 
 
 # ---- under the cache ----------------------------------------------------------------------------

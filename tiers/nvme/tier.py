@@ -33,7 +33,7 @@ from kvtier.tiers.nvme.codecs import CodecPolicy
 from kvtier.tiers.nvme.core import Core, Tally
 from kvtier.tiers.nvme.custody import Custodian, Custody, Found
 from kvtier.tiers.nvme.files import Files
-from kvtier.tiers.nvme.health import Fault, Health, Patience
+from kvtier.tiers.nvme.health import Fault, Health, Patience, State
 from kvtier.tiers.nvme.landing import Landing
 from kvtier.tiers.nvme.lock import StoreLock
 from kvtier.tiers.nvme.orders import Order
@@ -106,7 +106,7 @@ class NvmeStatistics:
     trips: int
     stalled_reads: int
     direct: bool
-    state: str
+    state: State
     codec: CodecStatistics
 
 

@@ -23,6 +23,7 @@ from kvtier.tiers.dram import DramSlab
 from kvtier.tiers.errors import CapacityTooSmall
 from kvtier.tiers.memory import PAGE, round_up
 from kvtier.tiers.nvme.custody import NamespaceUse
+from kvtier.tiers.nvme.health import State
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.sidecar.wire import WireLayout
 
@@ -216,7 +217,12 @@ class Backend:
 
 
 def flatten(prefix: str, value: object) -> dict[str, int | float]:
-    """The numbers inside frozen statistics, named by dotted paths; text is left out."""
+    """The numbers inside frozen statistics, named by dotted paths; text is left out.
+
+    A store's state is a number for each state there is: 1 for the one it is in.
+    """
+    if isinstance(value, State):
+        return {f"{prefix}.{state}": int(state is value) for state in State}
     if isinstance(value, int | float):
         return {prefix: int(value) if isinstance(value, bool) else value}
     if is_dataclass(value):
