@@ -8,27 +8,32 @@ exactly what the model says.
 import math
 import shutil
 import tempfile
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier.index.words import ROOT_KEY, BlockKey
 from kvtier.tiers.errors import PinRefused
+from kvtier.tiers.nvme import writer
 from kvtier.tiers.nvme.catalogue import Addition, Catalogue, Change, Outcome
 from kvtier.tiers.nvme.check import table_problems
 from kvtier.tiers.nvme.edits import FORGOTTEN
 from kvtier.tiers.nvme.orders import DeleteNamespace, Expire, Order, Pin, Unpin, UnpinLabel
 from kvtier.tiers.nvme.rows import Extent, Freed, Table, decode_block
+from kvtier.tiers.nvme.tables import Rows
 
 PAGE = 4096
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """Each step commits, and what a sync costs is of no interest here."""
 
-QUOTA = 40 * PAGE
+QUOTA = 12 * PAGE
 SPACES = (b"a" * 32, b"b" * 32)
 
 Id = tuple[int, int]
@@ -137,7 +142,7 @@ class CatalogueMachine(RuleBasedStateMachine):
     def evict(self, pages: int, protected: set[int]) -> None:
         spared = {self.some(which).at[0] for which in protected} if self.blocks else set()
         held = self.held()
-        before = set(self.blocks)
+        before = {at for at, block in self.blocks.items() if block.served(self.now)}
         change = Change(evict_bytes=pages * PAGE, protected=spared)
         outcome = self.commit(change, evicting=True)
         assert not any(at in held or at[0] in spared for at in before - set(self.blocks))
@@ -326,3 +331,111 @@ CatalogueMachine.TestCase.settings = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestCatalogue = CatalogueMachine.TestCase
+
+
+# ---- what it costs -------------------------------------------------------------------------------
+
+
+def chain(num_extents: int, blocks: int, *, first_id: int = 1) -> list[Addition]:
+    """One branch, every extent of it of `blocks` blocks of a page."""
+    additions, parent = [], ROOT_KEY
+    for n in range(num_extents):
+        keys: list[BlockKey] = []
+        for _ in range(blocks):
+            keys.append(child_key(keys[-1] if keys else parent, first_id % 251))
+        offset = n * (blocks + 1) * PAGE
+        id = first_id + n
+        pages = (1,) * blocks
+        extent = Extent(id, 0, first_id, offset, 1, blocks, parent, b"".join(keys), pages)
+        additions.append(Addition(SPACES[0], extent, id))
+        parent = keys[-1]
+    return additions
+
+
+@pytest.fixture
+def catalogue(tmp_path: Path) -> Iterator[Catalogue]:
+    catalogue = Catalogue.open(tmp_path, read_only=False, create=True)
+    yield catalogue
+    catalogue.close()
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[Table]:
+    """Counts rows read, by table."""
+    counted: Counter[Table] = Counter()
+    get, walk = Rows.get, Rows.walk
+
+    def counted_get(self: Rows, table: Table, key: bytes) -> bytes | None:
+        counted[table] += 1
+        return get(self, table, key)
+
+    def counted_walk(self: Rows, table: Table, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        for row in walk(self, table, start):
+            counted[table] += 1
+            yield row
+
+    monkeypatch.setattr(Rows, "get", counted_get)
+    monkeypatch.setattr(Rows, "walk", counted_walk)
+    return counted
+
+
+@pytest.mark.parametrize("blocks", [1, 7, 52])
+def test_a_lookup_reads_two_rows_an_extent(
+    catalogue: Catalogue, reads: Counter[Table], blocks: int
+) -> None:
+    additions = chain(5, blocks)
+    catalogue.commit(Change(additions=additions))
+    keys = [key for addition in additions for key in addition.extent.keys]
+    reads.clear()
+    assert catalogue.count(SPACES[0], keys, 0) == 5 * blocks
+    assert reads == {Table.BLOCKS: 5, Table.EXTENTS: 5, Table.NAMESPACES: 1}
+    assert list(catalogue.walk(SPACES[0], keys, 0)) == catalogue.find(SPACES[0], keys, 0)
+
+
+def test_what_is_put_with_a_deletion_of_its_namespace_is_kept(catalogue: Catalogue) -> None:
+    old, new = chain(1, 3), chain(1, 3, first_id=2)
+    catalogue.commit(Change(additions=old))
+    outcome = catalogue.commit(Change(orders=[DeleteNamespace(SPACES[0])], additions=new))
+    assert (outcome.answers, outcome.num_expired, outcome.accepted) == ((3,), 3, (True,))
+    assert catalogue.count(SPACES[0], new[0].extent.keys, 0) == 3
+    assert catalogue.count(SPACES[0], old[0].extent.keys, 0) == 0
+
+
+def test_the_rows_of_the_largest_extents_stay_in_their_pages(catalogue: Catalogue) -> None:
+    catalogue.commit(Change(additions=chain(20, writer.EXTENT_BLOCKS)))
+    with catalogue.reading() as rows:
+        statistics = rows._txn.stat(db=rows._tables[Table.EXTENTS])
+    assert statistics["entries"] == 20 and statistics["overflow_pages"] == 0
+
+
+def test_eviction_reads_no_more_of_a_large_store(
+    catalogue: Catalogue, reads: Counter[Table]
+) -> None:
+    """Nor does it begin anew for every victim, however much is protected in front."""
+
+    def cost() -> int:
+        reads.clear()
+        catalogue.commit(Change(evict_bytes=10 * PAGE, protected=range(1, 4)))
+        return reads.total()
+
+    for first in range(1, 60):
+        catalogue.commit(Change(additions=chain(1, 1, first_id=first)))
+    small = cost()
+    for first in range(60, 600):
+        catalogue.commit(Change(additions=chain(1, 1, first_id=first)))
+    assert cost() <= small + 1
+
+
+def test_a_child_costs_the_same_however_many_its_parent_has(
+    catalogue: Catalogue, reads: Counter[Table]
+) -> None:
+    (trunk,) = chain(1, 1)
+    catalogue.commit(Change(additions=[trunk]))
+    costs = []
+    for n in range(2, 200):
+        key = child_key(trunk.extent.tail, n)
+        extent = Extent(n, 0, n, 0, 1, 1, trunk.extent.tail, key, (1,))
+        reads.clear()
+        catalogue.commit(Change(additions=[Addition(SPACES[0], extent, n)]))
+        costs.append(reads.total())
+    assert costs[-1] <= costs[1]

@@ -9,15 +9,22 @@ import pytest
 
 from kvtier.tiers.nvme.check import check_store
 from kvtier.tiers.nvme.rows import (
+    Counters,
+    Due,
     SegmentRow,
     Table,
     block_row_key,
+    due_key,
     encode_block,
+    hold_key,
     number_key,
     pair_key,
     seal,
 )
-from tests.nvme.rig import Rig, branch, segment_files
+from tests.nvme.rig import NAMESPACE, Rig, branch, segment_files
+
+USED = 5 * 4096 + 11 * 8192
+PINNED = 2 * 4096 + 5 * 8192
 
 
 @pytest.fixture
@@ -27,6 +34,8 @@ def store(tmp_path: Path) -> Path:
     with Rig(tmp_path / "s") as rig:
         rig.put(trunk)
         rig.put(branch(4, 1, parent=trunk.keys[1]))
+        rig.tier.pin(NAMESPACE, trunk.keys[:5], "pin", expires_at=1e9)
+        rig.tier.expire(NAMESPACE, trunk.keys[6:], at=2e9)
     return tmp_path / "s"
 
 
@@ -51,7 +60,7 @@ def test_a_sound_store_is_reported_with_its_size_and_progress(store: Path) -> No
     report = check_store(store, progress=lambda done, total: told.append((done, total)))
     assert report.ok and report.leftover_bytes == 0
     assert (report.records, report.blocks) == (5, 11)
-    assert report.bytes == 5 * 4096 + 11 * 8192
+    assert report.bytes == USED
     assert told == [(n, 5) for n in range(1, 6)]
 
 
@@ -65,6 +74,9 @@ def test_a_sound_store_is_reported_with_its_size_and_progress(store: Path) -> No
         Table.SEGMENTS,
         Table.NAMESPACES,
         Table.USES,
+        Table.PINS,
+        Table.HOLDS,
+        Table.DUE,
     ],
 )
 def test_a_missing_row_of_any_table_is_a_problem(store: Path, table: Table) -> None:
@@ -82,7 +94,10 @@ def put_row(table: Table, key: bytes, body: bytes) -> Callable[[Any], None]:
         (Table.BLOCKS, block_row_key(1, b"k" * 32), encode_block(77, 0)),
         (Table.HEADS, block_row_key(1, b"k" * 32), number_key(77)),
         (Table.AGE, pair_key(5, 77), b""),
-        (Table.META, b"counters", bytes(44)),
+        (Table.META, b"counters", Counters(0, 0, 0, PINNED, 1, 1).encode()),
+        (Table.META, b"counters", Counters(USED, 11, 5, 0, 1, 1).encode()),
+        (Table.HOLDS, hold_key(77, 1, 1), b""),
+        (Table.DUE, due_key(5, Due.EXTENT, 77), b""),
     ],
 )
 def test_a_row_too_many_or_a_false_one_is_a_problem(

@@ -234,16 +234,16 @@ def test_forgetting_removes_a_branch_now_pins_and_all(tmp_path: Path) -> None:
 
 
 def test_deleting_a_namespace_leaves_the_others_and_its_name_free(tmp_path: Path) -> None:
-    blocks = branch(7)
+    kept, blocks = branch(7), branch(7, namespace=OTHER)
     with Rig(tmp_path / "s") as rig:
-        rig.put(blocks)
+        rig.put(kept)
         rig.put(blocks, namespace=OTHER)
         rig.tier.pin(OTHER, blocks.keys, "x")
         assert rig.tier.delete_namespace(OTHER) == 7
         assert rig.tier.delete_namespace(OTHER) == 0
         assert [use.namespace for use in rig.tier.namespaces()] == [NAMESPACE]
         assert rig.lookup(blocks, namespace=OTHER) == 0
-        assert (rig.landed(blocks), rig.tier.statistics().pinned_bytes) == (7, 0)
+        assert (rig.landed(kept), rig.tier.statistics().pinned_bytes) == (7, 0)
         rig.put(blocks.part(0, 3), namespace=OTHER)
         assert rig.lookup(blocks, namespace=OTHER) == 3
     assert check_store(tmp_path / "s").ok
@@ -294,7 +294,7 @@ def test_a_deletion_in_small_steps_serves_nothing_and_survives_a_kill_at_each(
         copies.append(shutil.copytree(store, tmp_path / f"copy {len(copies)}"))
         return outcome
 
-    blocks, kept = branch(9), branch(6, 3)
+    blocks, kept = branch(9, namespace=OTHER), branch(6, 3)
     with Rig(store) as rig:
         rig.put(blocks, namespace=OTHER)
         rig.put(kept)

@@ -14,6 +14,7 @@ from tests.tools.conftest import Run
 
 OTHER = b"o" * 32
 TRUNK = branch(7)
+LIMB = branch(3, namespace=OTHER)
 
 
 @pytest.fixture
@@ -21,16 +22,17 @@ def store(tmp_path: Path) -> Path:
     """Seven blocks under one namespace, three under another."""
     with Rig(tmp_path / "s") as rig:
         rig.put(TRUNK)
-        rig.put(TRUNK.part(0, 3), namespace=OTHER)
+        rig.put(LIMB, namespace=OTHER)
     return tmp_path / "s"
 
 
-def named(index: int, namespace: bytes = NAMESPACE) -> list[str]:
-    return ["--namespace", namespace.hex(), "--prefix", TRUNK.keys[index].hex()]
+def named(index: int) -> list[str]:
+    return ["--namespace", NAMESPACE.hex(), "--prefix", TRUNK.keys[index].hex()]
 
 
 def test_namespaces_are_listed_with_what_they_hold(run: Run, store: Path) -> None:
-    run("store", "pin", store, *named(1, OTHER), "--label", "x")
+    limb = ["--namespace", OTHER.hex(), "--prefix", LIMB.keys[1].hex()]
+    run("store", "pin", store, *limb, "--label", "x")
     said = run("store", "namespaces", store, "--json")
     assert said.code == 0
     assert said.summary["namespaces"] == [

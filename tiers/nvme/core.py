@@ -73,7 +73,7 @@ class Core:
         self.reserved = 0
         self.freeing = 0
         self.anchors: Counter[int] = Counter()
-        self.next_due = catalogue.next_due()
+        self.next_due: int | None = None
         self.due_changed = asyncio.Event()
         self._readers: Counter[int] = Counter()
         self._uses: dict[int, int] = {}

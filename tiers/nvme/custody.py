@@ -60,8 +60,9 @@ class Custody(ABC):
     """The verbs. Each blocks until it is durable, and may be called from any thread.
 
     All raise `StoreBusy` if that takes longer than `deadline_s` (the order stands nevertheless),
-    `StoreUnsupported` on a tier that is closed or read-only, and what the drive or the catalogue
-    raised (`OSError`, `StoreCorrupt`), and then nothing was changed.
+    `StoreUnsupported` on a tier that is closed or read-only, `StoreOut` while its drive is left
+    alone, and what the drive or the catalogue raised (`OSError`, `StoreCorrupt`); nothing was
+    changed then.
     """
 
     @abstractmethod
@@ -201,19 +202,21 @@ class Custodian:
             answer.set_exception(error)
 
     async def _watch(self) -> None:
-        core = self._core
+        core, known = self._core, False
         while not self._closing:
             core.due_changed.clear()
-            wait_s = _LONGEST_WAIT_S
-            if core.next_due is not None:
-                wait_s = min(wait_s, max(0.0, core.next_due - core.now()) / 1e6)
-            if wait_s == 0:
-                try:
+            try:
+                if not known:
+                    core.next_due, known = core.catalogue.next_due(), True
+                wait_s = _LONGEST_WAIT_S
+                if core.next_due is not None:
+                    wait_s = min(wait_s, max(0.0, core.next_due - core.now()) / 1e6)
+                if wait_s == 0:
                     await self._sweep()
                     continue
-                except (OSError, StoreCorrupt) as error:
-                    core.health.count(error, Fault.CATALOGUE)
-                    wait_s = _RETRY_S
+            except (OSError, StoreCorrupt) as error:
+                core.health.count(error, Fault.CATALOGUE)
+                wait_s = _RETRY_S
             await _either(core.due_changed, wait_s)
 
     async def _sweep(self, *orders: Order) -> Outcome:

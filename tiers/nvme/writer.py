@@ -30,12 +30,12 @@ from kvtier.tiers.nvme.watch import Call
 from kvtier.tiers.nvme.workers import Scratch
 
 EXTENT_BYTES = 4 << 20
-"""About what one record holds; no more than `_EXTENT_BLOCKS` blocks, at least one."""
+"""About what one record holds; no more than `EXTENT_BLOCKS` blocks, at least one."""
 
 GROUP_BYTES = 64 << 20
 """About what one fdatasync and one commit cover."""
 
-_EXTENT_BLOCKS = 52
+EXTENT_BLOCKS = 52
 """More, and the extent's row in the catalogue would need pages of its own."""
 
 
@@ -135,7 +135,7 @@ class Writer:
         """Cut the blocks from `start` on into records and queue them."""
         keys, slots = request.keys, [int(slot) for slot in request.slots]
         size = padded(request.pool.block_bytes)
-        count = max(1, min(self._extent_bytes // size, _EXTENT_BLOCKS))
+        count = max(1, min(self._extent_bytes // size, EXTENT_BLOCKS))
         stride = len(request.tokens) // len(keys)
         policy = self.policy.named(request.codec)
         for a in range(start, len(keys), count):
