@@ -212,6 +212,18 @@ def test_a_call_is_overdue_after_its_time_and_not_once_it_has_returned(call: Cal
     assert watch.overdue() is None
 
 
+def test_a_loop_that_works_through_a_long_queue_does_not_hang() -> None:
+    clock = Clock()
+    watch = Watch(clock, 0.5)
+    with watch.during(Call.LOOP):  # a ping, far behind in the queue
+        for _ in range(9):
+            clock.now += 0.4
+            assert watch.overdue() is None
+            watch.moved()
+        clock.now += 0.51
+        assert watch.overdue() is Call.LOOP
+
+
 def test_giving_up_answers_everyone_once() -> None:
     watch, signal = Watch(Clock(), 0.5), Signal()
     answer, told, put = Answer(signal), Answer(signal), Flight(3, signal)

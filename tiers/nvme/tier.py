@@ -392,8 +392,12 @@ class NvmeTier(Custody):
             if self._closed:
                 return False
             self._watch.owe(owed)
-            self._call_soon(action)
+            self._call_soon(lambda: self._do(action))
             return True
+
+    def _do(self, action: Callable[[], None]) -> None:
+        action()
+        self._watch.moved()
 
     def _serves(self) -> bool:
         """Whether a request may come in. One that comes when a renewal is due begins it."""

@@ -36,6 +36,7 @@ class Watch:
         self._alarm = Condition()
         self._calls: dict[int, tuple[Call, float]] = {}
         self._next_call = 0
+        self._moved = clock()
         self._answers: list[Answer] = []
         self._puts: list[Flight] = []
         self._fetches: list[Landing] = []
@@ -65,11 +66,17 @@ class Watch:
         finally:
             self.ended(number)
 
+    def moved(self) -> None:
+        """The loop has done something: however much is queued there, it does not hang."""
+        self._moved = self._clock()
+
     def overdue(self) -> Call | None:
         """A call that has been under way for too long, if there is one."""
         with self._alarm:
             now = self._clock()
             for call, start in self._calls.values():
+                if call is Call.LOOP:
+                    start = max(start, self._moved)
                 factor = 1 if call in (Call.LOOP, Call.READ) else WRITE_FACTOR
                 if now - start > factor * self._stall_s:
                     return call
