@@ -21,6 +21,8 @@ from kvtier.tiers.hbm import HbmPool
 from kvtier.tiers.mover import Mover
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.sidecar.tier import SidecarTier
+from kvtier.tiers.ticker import Ticker
+from kvtier.tiers.writeback import WRITEBACK_S
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -33,7 +35,11 @@ class CacheSettings:
     DRAM and NVMe, so that `dram_bytes`, `nvme_bytes` and `store` are its business, not ours.
     `dram_bytes` 0 leaves the DRAM tier out. `codec` ("raw", "zstd", "auto"): how the NVMe tier
     stores blocks. `debug` poisons freed slots.
-    Raises `BadSettings` if `store` and `socket` are both given.
+
+    What has been in DRAM for `writeback_s` is written to the store in the background (None: never),
+    until `write_budget_bytes` were written on a UTC day (None: `nvme_bytes`). Closing writes
+    nothing more: flush what must outlive the process.
+    Raises `BadSettings` if `store` and `socket` are both given, or if a number is negative.
     """
 
     hbm_bytes: int = 1 * GIB
@@ -43,9 +49,15 @@ class CacheSettings:
     socket: Path | None = None
     codec: str = "raw"
     block_size: int = 16
+    writeback_s: float | None = WRITEBACK_S
+    write_budget_bytes: int | None = None
     debug: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("writeback_s", "write_budget_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise BadSettings(f"cache.{name}: {value} given, want 0 or more, or None")
         if self.store and self.socket:
             raise BadSettings("cache: both a store and a socket are given; the sidecar owns stores")
 
@@ -94,6 +106,7 @@ def open_cache(settings: CacheSettings, layout: BlockLayout, device: str = "cpu"
                 store = NvmeTier.open(
                     settings.store,
                     capacity_bytes=settings.nvme_bytes,
+                    write_budget_bytes=settings.write_budget_bytes,
                     signal=signal,
                     codec=settings.codec,
                     element_bytes=DTYPE_BYTES[layout.dtype],
@@ -101,8 +114,11 @@ def open_cache(settings: CacheSettings, layout: BlockLayout, device: str = "cpu"
         stores = [] if store is None else [store]
         for each in stores:
             stack.callback(each.close)
-        cache = TieredCache(layout.block_size, pools, stores, mover, signal)
+        cache = TieredCache(
+            layout.block_size, pools, stores, mover, signal, writeback_s=settings.writeback_s
+        )
         stack.callback(cache.close)
+        stack.callback(Ticker(cache).close)
         return OpenCache(cache, hbm, store, stack.pop_all())
 
 

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from kvtier.index.errors import KvtierError
+from kvtier.tiers.writeback import WRITEBACK_S
 from kvtier.tools import options
 from kvtier.tools.options import tiers
 from kvtier.tools.sizes import parse_size
@@ -54,6 +55,8 @@ def serve(
     dram: options.Dram = "8GiB",
     nvme: options.Nvme = "64GiB",
     codec: options.Codec = "raw",
+    writeback_s: options.WritebackS = WRITEBACK_S,
+    write_budget: options.WriteBudget = None,
 ) -> None:
     """Own DRAM and NVMe for every engine on this host, until SIGTERM or SIGINT."""
     from kvtier.tools.serve import serve as run_server
@@ -64,6 +67,8 @@ def serve(
         dram_bytes=parse_size(dram, "--dram"),
         nvme_bytes=parse_size(nvme, "--nvme"),
         codec=codec,
+        writeback_s=writeback_s or None,
+        write_budget_bytes=options.write_budget(write_budget),
     )
 
 
@@ -111,6 +116,8 @@ def generate(
     dram: options.Dram = "1GiB",
     nvme: options.Nvme = "64GiB",
     codec: options.Codec = "raw",
+    writeback_s: options.WritebackS = WRITEBACK_S,
+    write_budget: options.WriteBudget = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens to generate.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
@@ -120,7 +127,15 @@ def generate(
 ) -> None:
     """Answer one prompt, and say how many of its tokens came from which tier."""
     place = tiers(
-        hbm=hbm, dram=dram, nvme=nvme, store=store, socket=socket, codec=codec, needed=False
+        hbm=hbm,
+        dram=dram,
+        nvme=nvme,
+        store=store,
+        socket=socket,
+        codec=codec,
+        needed=False,
+        writeback_s=writeback_s,
+        budget=write_budget,
     )
     from kvtier.engine.sampling import SamplingParams
     from kvtier.tools.generate import run_generate

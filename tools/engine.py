@@ -19,5 +19,7 @@ def open_llm(model: Path, tiers: Tiers, threads: int | None) -> LLM:
         nvme_bytes=tiers.nvme_bytes,
         socket=tiers.socket,
         codec=tiers.codec,
+        writeback_s=tiers.writeback_s,
+        write_budget_bytes=tiers.write_budget_bytes,
     )
     return LLM(model, cache=settings, threads=threads)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from kvtier.tiers.nvme.codecs import CodecPolicy
+from kvtier.tiers.writeback import WRITEBACK_S
 from kvtier.tools.errors import BadOption
 from kvtier.tools.sizes import parse_size
 
@@ -37,6 +38,23 @@ Namespaces = Annotated[
     list[str] | None,
     typer.Option("--namespace", metavar="HEX", help="Only these namespaces (default: all)."),
 ]
+WritebackS = Annotated[
+    float,
+    typer.Option(
+        "--writeback-s",
+        metavar="SECONDS",
+        min=0.0,
+        help="Write KV down to the store when it has been in host memory for so long (0: never).",
+    ),
+]
+WriteBudget = Annotated[
+    str | None,
+    typer.Option(
+        "--write-budget",
+        metavar="SIZE",
+        help="Write nothing more back once so much was written on a UTC day (default: --nvme).",
+    ),
+]
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Compute threads (default: torch's choice).")
 ]
@@ -53,6 +71,13 @@ class Tiers:
     store: Path | None
     socket: Path | None
     codec: str = "raw"
+    writeback_s: float | None = WRITEBACK_S
+    write_budget_bytes: int | None = None
+
+
+def write_budget(text: str | None) -> int | None:
+    """Bytes a day, None for the store's default. Raises `BadOption`."""
+    return None if text is None else parse_size(text, "--write-budget")
 
 
 def tiers(
@@ -64,6 +89,8 @@ def tiers(
     socket: Path | None,
     codec: str,
     needed: bool,
+    writeback_s: float = WRITEBACK_S,
+    budget: str | None = None,
 ) -> Tiers:
     """Check and parse. Raises `BadOption`: both places given, or none although one is `needed`;
     `CodecUnknown`.
@@ -83,4 +110,6 @@ def tiers(
         store,
         socket,
         codec,
+        writeback_s or None,
+        write_budget(budget),
     )

@@ -9,10 +9,18 @@ from pathlib import Path
 from kvtier.tiers.memory import require
 from kvtier.tiers.nvme.codecs import CodecPolicy
 from kvtier.tiers.sidecar.server import SidecarServer
+from kvtier.tiers.writeback import WRITEBACK_S
 
 
 def serve(
-    socket: Path, store: Path | None, *, dram_bytes: int, nvme_bytes: int, codec: str = "raw"
+    socket: Path,
+    store: Path | None,
+    *,
+    dram_bytes: int,
+    nvme_bytes: int,
+    codec: str = "raw",
+    writeback_s: float | None = WRITEBACK_S,
+    write_budget_bytes: int | None = None,
 ) -> None:
     """Serve on `socket`; return after a graceful stop.
 
@@ -22,11 +30,16 @@ def serve(
     """
     CodecPolicy(codec)
     require(dram_bytes, f"--dram of {dram_bytes:,} bytes")
-    asyncio.run(
-        _serve(
-            SidecarServer(socket, store, dram_bytes=dram_bytes, nvme_bytes=nvme_bytes, codec=codec)
-        )
+    server = SidecarServer(
+        socket,
+        store,
+        dram_bytes=dram_bytes,
+        nvme_bytes=nvme_bytes,
+        codec=codec,
+        writeback_s=writeback_s,
+        write_budget_bytes=write_budget_bytes,
     )
+    asyncio.run(_serve(server))
 
 
 async def _serve(server: SidecarServer) -> None:

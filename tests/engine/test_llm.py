@@ -17,6 +17,7 @@ from kvtier.engine.sampling import SamplingParams
 from kvtier.index.errors import KvtierError
 from kvtier.index.words import TierId, Tokens
 from kvtier.tiers.errors import CapacityTooSmall, StoreInUse
+from kvtier.tiers.nvme.tier import NvmeTier
 from tests.engine.variants import random_tokens, reference, reference_greedy
 
 MIB = 1 << 20
@@ -52,6 +53,23 @@ def test_cold_hbm_dram_and_nvme_hits_give_transformers_answer(tiny: Path, tmp_pa
     assert hbm.hit_tokens == {TierId.HBM: 208}
     assert dram.hit_tokens == {TierId.DRAM: 208}
     assert nvme.hit_tokens == {TierId.NVME: 208}
+
+
+@pytest.mark.parametrize(("budget", "blocks"), [(None, 13), (0, 0)])
+def test_an_idle_engine_writes_back_within_its_budget(
+    tiny: Path, tmp_path: Path, budget: int | None, blocks: int
+) -> None:
+    wanted = replace(settings(tmp_path / "store"), writeback_s=0.1, write_budget_bytes=budget)
+    with LLM(tiny, cache=wanted) as llm:
+        ask(llm, random_tokens(llm.config, 211))
+        assert isinstance(llm.store, NvmeTier)
+        for _ in range(600):
+            ticks = llm.cache.signal.ticks
+            held = llm.store.statistics()  # the engine is not asked for anything
+            if held.blocks >= 13 or held.budget_refused_blocks:
+                break
+            llm.cache.signal.wait(ticks, 0.1)
+        assert held.blocks == blocks
 
 
 def test_small_pools_evict_down_and_bring_back_the_same_answers(tiny: Path, tmp_path: Path) -> None:
@@ -214,6 +232,10 @@ def test_a_model_without_a_tokenizer_serves_token_ids(tiny: Path, tmp_path: Path
 def test_settings_that_contradict_each_other_are_refused(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(BadSettings, match="store and a socket"):
         CacheSettings(store=tmp_path, socket=tmp_path / "socket")
+    with pytest.raises(BadSettings, match=r"cache\.writeback_s: -1 given"):
+        CacheSettings(writeback_s=-1)
+    with pytest.raises(BadSettings, match=r"cache\.write_budget_bytes: -5 given"):
+        CacheSettings(write_budget_bytes=-5)
     for wrong, words in (
         ({"dtype": "float64"}, "float64"),
         ({"device": "tpu"}, "'tpu' is not supported"),

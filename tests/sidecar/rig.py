@@ -20,6 +20,7 @@ from kvtier.tiers.pool import ArrayPool
 from kvtier.tiers.sidecar import wire
 from kvtier.tiers.sidecar.client import observe
 from kvtier.tiers.sidecar.tier import SidecarTier
+from kvtier.tiers.writeback import WRITEBACK_S
 from tests.prf import block_bytes
 
 # An odd shape whose blocks are no whole number of pages.
@@ -34,7 +35,8 @@ _PROLOGUE = "import ctypes; ctypes.CDLL(None).prctl(1, 9); from pathlib import P
 _SERVE = _PROLOGUE + (
     "from kvtier.tools.serve import serve; import sys; "
     "store = Path(sys.argv[2]) if sys.argv[2] else None; "
-    "serve(Path(sys.argv[1]), store, dram_bytes=int(sys.argv[3]), nvme_bytes=int(sys.argv[4]))"
+    "serve(Path(sys.argv[1]), store, dram_bytes=int(sys.argv[3]), nvme_bytes=int(sys.argv[4]), "
+    "writeback_s=float(sys.argv[5]))"
 )
 
 
@@ -71,10 +73,18 @@ def wait_for(condition: Callable[[], bool], signal: Signal | None = None) -> Non
 class Sidecar:
     """`kvtier serve` in a process of its own; `num_slots` blocks of `LAYOUT`."""
 
-    def __init__(self, directory: Path, *, num_slots: int = 64, store: bool = True) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        num_slots: int = 64,
+        store: bool = True,
+        writeback_s: float = WRITEBACK_S,
+    ) -> None:
         self.socket = directory / "s.sock"
         self.store = directory / "store" if store else None
         self.num_slots = num_slots
+        self.writeback_s = writeback_s
         self._process: subprocess.Popen[str] | None = None
 
     @property
@@ -83,7 +93,9 @@ class Sidecar:
         return self._process.pid
 
     def launch(self) -> "subprocess.Popen[str]":
-        return python(_SERVE, self.socket, self.store or "", self.num_slots * SLOT_BYTES, 64 << 20)
+        dram_bytes, nvme_bytes = self.num_slots * SLOT_BYTES, 64 << 20
+        store = self.store or ""
+        return python(_SERVE, self.socket, store, dram_bytes, nvme_bytes, self.writeback_s)
 
     def start(self) -> "Sidecar":
         self._process = self.launch()

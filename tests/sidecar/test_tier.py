@@ -146,6 +146,21 @@ def test_what_was_persisted_survives_a_kill(sidecar: Sidecar, join: Join) -> Non
     assert flight.sources == [TierId.NVME] * 6
 
 
+def test_blocks_are_written_back_while_nobody_says_anything(
+    sidecar_with: StartSidecar, join: Join
+) -> None:
+    """And so survive the sidecar's being killed."""
+    sidecar = sidecar_with(writeback_s=0.3)
+    join(sidecar).put(tokens_of(9))
+    wait_for(lambda: sidecar.numbers()["cache.written_back"] == 9)
+    assert sidecar.numbers()["nvme.blocks"] == 9
+    sidecar.end(signal.SIGKILL)
+    sidecar.start()
+    flight, right = join(sidecar).fetch(tokens_of(9))
+    assert right == [True] * 9
+    assert set(flight.sources) == {TierId.NVME}
+
+
 def test_without_a_store_nothing_is_persistent(sidecar_with: StartSidecar, join: Join) -> None:
     engine = join(sidecar_with(store=False))
     tokens = tokens_of(3)

@@ -252,3 +252,11 @@ def test_a_real_process_prints_one_line_and_exits_with_2(tmp_path: Path) -> None
     )
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("kvtier: error: ") and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "words", [["serve", "--socket", "s"], ["generate", "--model", "m", "--prompt", "Hi"]]
+)
+def test_a_write_budget_that_is_no_size_is_named(run: Run, words: list[str]) -> None:
+    complaint = run(*words, "--write-budget", "lots").complaint
+    assert "--write-budget: 'lots' is not a size" in complaint

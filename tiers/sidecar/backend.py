@@ -26,6 +26,7 @@ from kvtier.tiers.nvme.custody import NamespaceUse
 from kvtier.tiers.nvme.health import State
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.sidecar.wire import WireLayout
+from kvtier.tiers.writeback import WRITEBACK_S
 
 Wait = Callable[[], bool]
 """Answers if it can; True once it has and need not be asked again."""
@@ -58,6 +59,8 @@ class Backend:
         nvme_bytes: int,
         codec: str = "raw",
         after_news: Callable[[], None],
+        writeback_s: float | None = WRITEBACK_S,
+        write_budget_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = clock
@@ -66,9 +69,14 @@ class Backend:
         self.store: NvmeTier | None = None
         if store_path is not None:
             self.store = NvmeTier.open(
-                store_path, capacity_bytes=nvme_bytes, signal=self.signal, codec=codec
+                store_path,
+                capacity_bytes=nvme_bytes,
+                write_budget_bytes=write_budget_bytes,
+                signal=self.signal,
+                codec=codec,
             )
         self._dram_bytes = dram_bytes
+        self._writeback_s = writeback_s
         self._after_news = after_news
         self._waits: dict[int, Wait] = {}
         self._next_wait = 0
@@ -98,6 +106,7 @@ class Backend:
                 raise LayoutRefused("this sidecar is stopping; connect again once it is back")
             if self.slab is None:
                 self.slab = await self._loop.run_in_executor(self._helpers, self._build, layout)
+                self._tick()
             elif self.slab.layout != layout:
                 raise LayoutRefused(
                     f"this sidecar serves blocks of {self.slab.layout}, not of {layout}; "
@@ -118,7 +127,15 @@ class Backend:
         if self.store is not None:
             self.store.describe_elements(DTYPE_BYTES[layout.dtype])
             stores.append(self.store)
-        cache = TieredCache(layout.block_size, [dram], stores, None, self.signal, clock=self.clock)
+        cache = TieredCache(
+            layout.block_size,
+            [dram],
+            stores,
+            None,
+            self.signal,
+            clock=self.clock,
+            writeback_s=self._writeback_s,
+        )
         return Slab(layout, dram, cache)
 
     def verified(self, slots: Slots, checksums: Checksums) -> "asyncio.Future[int]":
@@ -187,6 +204,13 @@ class Backend:
                     self.forget(handle)
         finally:
             self._after_news()
+
+    def _tick(self) -> None:
+        """Poll as often as the cache asks for, whatever else happens: time may have made it due."""
+        self.poll()
+        due = None if self._closed or self.slab is None else self.slab.cache.next_due()
+        if due is not None:
+            self._loop.call_later(max(0.0, due - self.clock()), self._tick)
 
     # ---- end --------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from kvtier.tiers.sidecar import wire
 from kvtier.tiers.sidecar.backend import Backend, Slab, flatten
 from kvtier.tiers.sidecar.connection import Connection
 from kvtier.tiers.sidecar.session import Session
+from kvtier.tiers.writeback import WRITEBACK_S
 
 BACKLOG = 128
 
@@ -27,7 +28,8 @@ class SidecarServer:
     """Serves from `start` to `stop`.
 
     `client_share`: the part of the slab that one connection may hold. `drain_s`: how long a stop
-    may write blocks down that only DRAM holds.
+    may write blocks down that only DRAM holds. `writeback_s`: see `TieredCache`;
+    `write_budget_bytes`: see `NvmeTier.open`.
     """
 
     def __init__(
@@ -40,6 +42,8 @@ class SidecarServer:
         codec: str = "raw",
         client_share: float = 0.5,
         drain_s: float = 30.0,
+        writeback_s: float | None = WRITEBACK_S,
+        write_budget_bytes: int | None = None,
     ) -> None:
         self._socket_path = socket_path
         self._store_path = store_path
@@ -48,6 +52,8 @@ class SidecarServer:
         self._codec = codec
         self._client_share = client_share
         self._drain_s = drain_s
+        self._writeback_s = writeback_s
+        self._write_budget_bytes = write_budget_bytes
         self._connections: set[Connection] = set()
         self._watched: set[int] = set()  # pidfds of processes that are, or were, connected
         self._quarantine: dict[int, Session] = {}  # by the pidfd of its process
@@ -69,6 +75,8 @@ class SidecarServer:
                 nvme_bytes=self._nvme_bytes,
                 codec=self._codec,
                 after_news=self._flush_all,
+                writeback_s=self._writeback_s,
+                write_budget_bytes=self._write_budget_bytes,
             )
         except BaseException:
             listening.close()
