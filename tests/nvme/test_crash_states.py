@@ -24,10 +24,11 @@ FILLED = ("put", "put", "put")
 """Fills the store, so that what follows evicts."""
 
 SYNC_WORKLOADS: Sequence[Workload] = [
-    ("put",),
+    ("put", "pin"),
     (*FILLED, "put", "put"),
     (*FILLED, "overflow"),
     (*FILLED, "shrink"),
+    ("put", "remake", "pin", "put"),
 ]
 """Between them, every sync of the tier is called for a reason."""
 
@@ -59,7 +60,7 @@ def violations(session: Session, scratch: Scratch, first: int) -> Iterator[str]:
     """What is wrong with the disks that may be left from an event on, one line a disk."""
     judge = Judge(scratch)
     for state in states(session, first):
-        for violation in judge.verdict(state, session.paths, session.capacity_bytes):
+        for violation in judge.verdict(state, session.world):
             yield f"{'>'.join(s.name for s in session.stages)}: {state.told}: {violation}"
 
 
@@ -76,22 +77,18 @@ def judged_afterlives(workload: Workload, scratch: Scratch, stride: int) -> None
             assert list(violations(life, scratch, 0)) == []
 
 
-@pytest.mark.parametrize("workload", [*workloads(1), *workloads(2)], ids=" ".join)
+SOME = [*workloads(1), *workloads(2)[::3], *workloads(3)[::151]]
+
+
+@pytest.mark.parametrize("workload", SOME, ids=" ".join)
 def test_every_disk_a_power_cut_may_leave_is_right(workload: Workload, scratch: Scratch) -> None:
-    judged(workload, scratch)
-
-
-@pytest.mark.parametrize("workload", workloads(3)[::41], ids=" ".join)
-def test_so_is_every_disk_after_some_workloads_of_three_operations(
-    workload: Workload, scratch: Scratch
-) -> None:
     judged(workload, scratch)
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize("first", workloads(2), ids=" ".join)
-def test_so_is_every_disk_after_all_workloads_of_three_operations(
+@pytest.mark.parametrize("first", [*workloads(1), *workloads(2)], ids=" ".join)
+def test_so_is_every_disk_after_all_workloads_of_two_and_of_three_operations(
     first: Workload, scratch: Scratch
 ) -> None:
     for last in OPERATIONS:
@@ -102,7 +99,7 @@ def test_so_is_every_disk_after_all_workloads_of_three_operations(
 def test_power_may_be_cut_again_while_the_next_process_takes_over(
     last: str, scratch: Scratch
 ) -> None:
-    judged_afterlives((*FILLED, last), scratch, 5)
+    judged_afterlives((*FILLED, last), scratch, 9)
 
 
 @pytest.mark.stress
@@ -155,5 +152,4 @@ def harm(site: str, where: Sequence[tuple[Workload, bool]], scratch: Scratch) ->
 
 def test_the_recorder_knows_every_call_of_the_file_layer() -> None:
     calls = {name for name in vars(Files) if not name.startswith("_")}
-    of_a_rebuild = {"rename", "remove_tree"}  # test_rebuild.py kills it at every step
-    assert calls - {"close", "preadv", "next_data"} - of_a_rebuild <= HANDLED
+    assert calls - {"close", "preadv", "next_data"} <= HANDLED

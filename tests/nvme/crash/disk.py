@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
-from typing import Protocol
 
 from kvtier.tiers.nvme.record import PAGE
 
@@ -105,14 +104,6 @@ def _runs(pages: Sequence[tuple[int, bytes]]) -> Iterator[tuple[int, bytes]]:
         run.append(data)
     if run:
         yield first, b"".join(run)
-
-
-class Operation(Protocol):
-    """A change that is pending until its place is synced."""
-
-    @property
-    def place(self) -> int: ...
-    def apply(self, disk: Disk) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -240,14 +231,28 @@ class Rot:
 
 
 @dataclass(frozen=True)
+class Loss:
+    """The drive lost a name for good."""
+
+    place: int
+    name: str
+
+    def apply(self, disk: Disk) -> None:
+        disk.names[self.place].pop(self.name, None)
+
+
+@dataclass(frozen=True)
 class Mark:
     """The store told its user something: `keys` have landed."""
 
     keys: frozenset[bytes]
 
 
-Event = Link | Unlink | Rename | Write | Allocate | Punch | Truncate | Sync | Store | Rot | Mark
-_AT_ONCE = (Store, Rot)
+Change = Link | Unlink | Rename | Write | Allocate | Punch | Truncate
+"""What is pending until its place is synced."""
+
+Event = Change | Sync | Store | Rot | Loss | Mark
+_AT_ONCE = (Store, Rot, Loss)
 _NAMES = (Link, Unlink, Rename)
 
 
@@ -256,7 +261,7 @@ class Model:
     """What is durable, and what was asked of the disk since."""
 
     durable: Disk = field(default_factory=Disk)
-    pending: list[Operation] = field(default_factory=list)
+    pending: list[Change] = field(default_factory=list)
 
     def copy(self) -> "Model":
         return Model(self.durable.copy(), list(self.pending))
@@ -285,14 +290,14 @@ class Model:
             yield told, _applied(self.durable, operations)
 
 
-def _applied(disk: Disk, operations: Sequence[Operation]) -> Disk:
+def _applied(disk: Disk, operations: Sequence[Change]) -> Disk:
     disk = disk.copy()
     for operation in operations:
         operation.apply(disk)
     return disk
 
 
-def _fates(pending: Sequence[Operation]) -> Iterator[tuple[str, list[Operation]]]:
+def _fates(pending: Sequence[Change]) -> Iterator[tuple[str, list[Change]]]:
     count = len(pending)
     everything = range(count)
     yield "all kept", list(pending)
@@ -316,6 +321,6 @@ def _fates(pending: Sequence[Operation]) -> Iterator[tuple[str, list[Operation]]
             yield f"torn: {_brief(operation)}", [*pending[:i], half, *pending[i + 1 :]]
 
 
-def _brief(operation: Operation) -> str:
+def _brief(operation: Change) -> str:
     told = type(operation).__name__.lower()
     return f"{told} in {operation.place} at {getattr(operation, 'first', '')}"

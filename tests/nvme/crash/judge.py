@@ -4,9 +4,9 @@ A verdict is an empty list, or what was violated: wrong bytes, a published block
 usage that is not exact, a catalogue at odds with itself, a store that takes no further put.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from shutil import rmtree
@@ -15,8 +15,8 @@ from kvtier.index.errors import KvtierError
 from kvtier.tiers.nvme.check import check_store
 from kvtier.tiers.nvme.files import Files
 from tests.nvme.crash.disk import Image
-from tests.nvme.crash.session import Session, open_rig, rest
-from tests.nvme.rig import NAMESPACE, Branch, Rig, branch, num_landed, segment_files
+from tests.nvme.crash.session import GONE, PINNED, Session, World, rest
+from tests.nvme.rig import NAMESPACE, Rig, branch, num_landed, segment_files
 
 
 @dataclass(frozen=True)
@@ -79,10 +79,9 @@ def afterlives(
             life = Session(
                 root,
                 model,
-                paths=session.paths,
                 promise=promises[done],
                 omitted=omitted,
-                capacity_bytes=session.capacity_bytes,
+                world=session.world,
             )
             with life.running():
                 pass
@@ -96,43 +95,45 @@ class Judge:
         self._scratch = scratch
         self.num_judged = 0
 
-    def verdict(self, state: State, paths: Sequence[Branch], capacity_bytes: int) -> list[str]:
-        """What is wrong with a store that begins as `state`."""
+    def verdict(self, state: State, world: World) -> list[str]:
+        """What is wrong with a store of that world that begins as `state`, some time later."""
+        later = replace(world, now_s=world.now_s + 10.0)
         self.num_judged += 1
         with self._scratch.root() as root:
             state.image.write(root)
             try:
-                return list(self._examine(root, state, paths, capacity_bytes))
+                return list(_examine(root / "store", state, later))
             except (AssertionError, KvtierError) as error:
                 return [f"{type(error).__name__}: {error}"]
 
-    def _examine(
-        self, root: Path, state: State, paths: Sequence[Branch], capacity_bytes: int
-    ) -> Iterator[str]:
-        store = root / "store"
-        with open_rig(store, Files(direct=False), capacity_bytes) as rig:
-            yield from _usage(rig, "after opening")
-            served = set[bytes]()
-            for path in paths:
-                promised = rig.tier.holds(NAMESPACE, path.keys)
-                landed = num_landed(rig.fetch(path))
-                served.update(path.keys[:landed])
-                if landed > promised:
-                    yield "a fetch brought more than a lookup promised"
-            for key in state.promise - served:
-                yield f"block {key.hex()[:16]} was published and is not served"
-            rest(rig)
-            yield from _usage(rig, "after fetches")
-            more = branch(1, 1 << 10)
-            if num_landed(rig.put(more)) != 1 or num_landed(rig.fetch(more)) != 1:
-                yield "a further put failed"
-            rest(rig)
-            yield from _usage(rig, "after a put")
-            used = rig.tier.statistics().used_bytes
-        report = check_store(store)
-        yield from report.problems
-        if report.bytes != used or report.leftover_bytes:
-            yield f"check found {report.bytes} bytes, {report.leftover_bytes} left over; not {used}"
+
+def _examine(store: Path, state: State, world: World) -> Iterator[str]:
+    with world.open(store, Files(direct=False)) as rig:
+        rest(rig)
+        yield from _usage(rig, "after opening")
+        served = set[bytes]()
+        for path in world.paths:
+            promised = rig.tier.holds(NAMESPACE, path.keys)
+            landed = num_landed(rig.fetch(path))
+            served.update(path.keys[:landed])
+            if landed > promised:
+                yield "a fetch brought more than a lookup promised"
+        for fact in state.promise - world.facts(rig, served):
+            told = fact.removeprefix(PINNED).removeprefix(GONE)
+            what = fact[: -len(told)].decode() or "published "
+            yield f"block {told.hex()[:16]} was {what}and is no longer"
+        rest(rig)
+        yield from _usage(rig, "after fetches")
+        more = branch(1, 1 << 10)
+        if num_landed(rig.put(more)) != 1 or num_landed(rig.fetch(more)) != 1:
+            yield "a further put failed"
+        rest(rig)
+        yield from _usage(rig, "after a put")
+        used = rig.tier.statistics().used_bytes
+    report = check_store(store)
+    yield from report.problems
+    if report.bytes != used or report.leftover_bytes:
+        yield f"check found {report.bytes} bytes, {report.leftover_bytes} left over; not {used}"
 
 
 def _usage(rig: Rig, when: str) -> Iterator[str]:

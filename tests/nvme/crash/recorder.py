@@ -22,12 +22,14 @@ from kvtier.tiers.nvme.files import Files
 from kvtier.tiers.nvme.record import PAGE
 from tests.nvme.crash.disk import (
     Allocate,
+    Change,
     Event,
     Link,
+    Loss,
     Mark,
     Model,
-    Operation,
     Punch,
+    Rename,
     Rot,
     Store,
     Sync,
@@ -37,7 +39,7 @@ from tests.nvme.crash.disk import (
 )
 
 _OURS = f"{Path('tiers', 'nvme')}/"
-_CARRIERS = ("files.py", "workers.py")
+_CARRIERS = ("files.py", "workers.py", "daemons.py")
 _CATALOGUE = "data.mdb"
 
 
@@ -89,6 +91,14 @@ class Recorder(Files):
             file.write(bytes([byte ^ 1]))
             self.events.append(Rot(self._inode(path), offset))
 
+    def lose_catalogue(self, directory: Path) -> None:
+        """The file of the catalogue in `directory` is gone."""
+        with self._guard:
+            (directory / _CATALOGUE).unlink()
+            event = Loss(self._inode(directory), _CATALOGUE)
+            event.apply(self._live)
+            self.events.append(event)
+
     def open(self, path: Path, *, create: bool = False, read_only: bool = False) -> int:
         if create:
             self._link(path)
@@ -122,6 +132,17 @@ class Recorder(Files):
             self._happen(Unlink(place, path.name))
         super().unlink(path)
 
+    def rename(self, old: Path, new: Path) -> None:
+        assert old.parent == new.parent
+        self._happen(Rename(self._inode(old.parent), old.name, new.name))
+        super().rename(old, new)
+
+    def remove_tree(self, path: Path) -> None:
+        place = self._inode(path.parent)
+        if path.name in self._live.names[place]:
+            self._happen(Unlink(place, path.name))
+        super().remove_tree(path)
+
     def fdatasync(self, fd: int) -> None:
         site = _site(sys._getframe(1))
         if site != self._omitted:
@@ -129,7 +150,7 @@ class Recorder(Files):
             self._sync(self._inodes[fd], site)
 
     def sync_directory(self, path: Path) -> None:
-        site = _site(sys._getframe(1))
+        site = f"{_site(sys._getframe(1))} of {path.relative_to(self._root)}"
         if site != self._omitted:
             super().sync_directory(path)
             self._sync(self._inode(path), site)
@@ -181,8 +202,7 @@ class Recorder(Files):
             event.create(self._live)
             event.apply(self._live)
 
-    def _happen(self, operation: Operation) -> None:
-        assert isinstance(operation, Event)
+    def _happen(self, operation: Change) -> None:
         with self._guard:
             self.events.append(operation)
             operation.apply(self._live)

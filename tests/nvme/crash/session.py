@@ -2,12 +2,15 @@
 
 A workload is a sequence of names out of `OPERATIONS`. An operation ends when the tier has nothing
 left to do, so that the next one begins at rest.
+
+What is certain of a store is a set of *facts*, as bytes: a block's key (it is served), `PINNED` and
+a key (it is pinned), `GONE` and a key (it was expired or deleted, and is not served).
 """
 
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -17,27 +20,68 @@ import numpy as np
 
 from kvtier.index.words import ROOT_KEY
 from kvtier.tiers.contracts import LANDED, Flight
+from kvtier.tiers.errors import PinRefused
 from kvtier.tiers.nvme.files import Files
+from kvtier.tiers.nvme.rebuild import rebuild_catalogue
 from kvtier.tiers.nvme.tier import Geometry
 from tests.nvme.crash.disk import Mark, Model
 from tests.nvme.crash.recorder import Recorder
 from tests.nvme.rig import NAMESPACE, Branch, Rig, branch, segment_files
+from tests.prf import mixed_bytes
 
-BLOCK_BYTES = 3000
-CAPACITY = 12 * 4096
-"""Four records of two blocks and a header each."""
+BLOCK_BYTES = 5000
+CAPACITY = 20 * 4096
+"""Four records of two blocks and a header each; more if they compress."""
 
-SHRUNK = 7 * 4096
-GEOMETRY = Geometry(extent_bytes=2 * 4096, group_bytes=64 << 10, segment_bytes=6 * 4096)
+SHRUNK = 11 * 4096
+GEOMETRY = Geometry(extent_bytes=4 * 4096, group_bytes=64 << 10, segment_bytes=10 * 4096)
 """Two blocks a record, two records a segment."""
+
+
+PINNED = b"pinned "
+GONE = b"gone "
+_LABEL = "crash"
+
+
+@dataclass
+class World:
+    """What stays as it is when a process dies: the branches ever put, the keys ever expired or
+    deleted, the room a store has, and time in seconds."""
+
+    paths: list[Branch] = field(default_factory=list)
+    forgotten: set[bytes] = field(default_factory=set)
+    capacity_bytes: int = CAPACITY
+    now_s: float = 1.0
+
+    def copy(self) -> "World":
+        return replace(self, paths=list(self.paths), forgotten=set(self.forgotten))
+
+    def open(self, store: Path, files: Files) -> Rig:
+        """A rig whose requests happen one after another."""
+        return Rig(
+            store,
+            block_bytes=BLOCK_BYTES,
+            capacity_bytes=self.capacity_bytes,
+            files=files,
+            geometry=GEOMETRY,
+            io_threads=1,
+            fill=mixed_bytes,
+            clock=lambda: self.now_s,
+        )
+
+    def facts(self, rig: Rig, served: Collection[bytes]) -> frozenset[bytes]:
+        """What is so, if these keys are `served`."""
+        pinned = (PINNED + pin.leaf for pin in rig.tier.pins())
+        gone = (GONE + key for key in self.forgotten - set(served))
+        return frozenset((*served, *pinned, *gone))
 
 
 @dataclass(frozen=True)
 class Stage:
     """One operation's events, from `first` on, and what was certain then.
 
-    `held`: keys that were published before it and after it, so at every instant between;
-    `told`: keys that landed in it and were still held after it, from their mark on.
+    `held`: what was so before it and after it, and so at every instant between;
+    `told`: what its user was told in it and was so after it; from its mark on.
     """
 
     name: str
@@ -46,31 +90,24 @@ class Stage:
     told: frozenset[bytes]
 
 
-def open_rig(store: Path, files: Files, capacity_bytes: int) -> Rig:
-    """A rig whose requests happen one after another."""
-    return Rig(
-        store,
-        block_bytes=BLOCK_BYTES,
-        capacity_bytes=capacity_bytes,
-        files=files,
-        geometry=GEOMETRY,
-        io_threads=1,
-    )
-
-
 def rest(rig: Rig) -> None:
     """Wait until the tier has nothing left to do. Every flight is done already."""
 
     async def idle() -> None:
-        mine = asyncio.current_task()
-        while busy := [task for task in asyncio.all_tasks() if task is not mine and _ends(task)]:
-            await asyncio.wait(busy)
+        mine, core = asyncio.current_task(), rig.tier._core
+        busy: list[asyncio.Task[Any]] = []
+        while busy or core.freeing or (core.next_due or core.now() + 1) <= core.now():
+            await (asyncio.wait(busy) if busy else asyncio.sleep(0))
+            busy = [task for task in asyncio.all_tasks() if task is not mine and _ends(task)]
 
     asyncio.run_coroutine_threadsafe(idle(), rig.tier._loop).result(timeout=30)
 
 
+_ENDLESS = ("NvmeTier._serve", "Custodian._watch", "_either", "Event.wait")
+
+
 def _ends(task: "asyncio.Task[Any]") -> bool:
-    return "_serve" not in repr(task.get_coro())
+    return getattr(task.get_coro(), "__qualname__", "") not in _ENDLESS
 
 
 def joined(head: Branch, tail: Branch) -> Branch:
@@ -80,25 +117,21 @@ def joined(head: Branch, tail: Branch) -> Branch:
 
 
 class Session:
-    """A store below `root`, which looks as `start` says, and the branches ever put into it.
-
-    `promise`: what a store that is there already must serve.
-    """
+    """A store below `root`, a directory that looks as `start` says. `promise`: what is certain of
+    the store that is there already."""
 
     def __init__(
         self,
         root: Path,
         start: Model,
         *,
-        paths: Sequence[Branch] = (),
+        world: World | None = None,
         promise: frozenset[bytes] = frozenset(),
         omitted: str | None = None,
-        capacity_bytes: int = CAPACITY,
     ) -> None:
         self.recorder = Recorder(root, start, omitted)
-        self.paths = list(paths)
+        self.world = world.copy() if world else World()
         self.stages: list[Stage] = []
-        self.capacity_bytes = capacity_bytes
         self.store = root / "store"
         self._promise = promise
         self._seeds = count(1)
@@ -130,17 +163,21 @@ class Session:
     def stage(self, name: str, action: Callable[[], object]) -> None:
         """Run one operation to its end, and note what was held all the while."""
         first = len(self.recorder.events)
-        before = self._promise if self._rig is None else self.held()
+        before = self._promise if self._rig is None else self.facts()
+        self.world.now_s += 1.0
         action()
         rest(self.rig)
-        after = self.held()
+        doubtful = self.world.forgotten | {PINNED + key for key in self.world.forgotten}
+        before -= doubtful
+        after = self.facts() - doubtful
         marks = (e.keys for e in self.recorder.events[first:] if isinstance(e, Mark))
         told = after & frozenset().union(*marks)
         self.stages.append(Stage(name, first, before & after, told))
-        assert name in LOSING or before <= after, f"{name}: published blocks were lost"
+        lost = {fact for fact in before - after if name not in FORGETTING or fact in self._keys}
+        assert name in LOSING or not lost, f"{name}: what was published is lost"
 
     def promises(self) -> Iterator[frozenset[bytes]]:
-        """After each number of events, what must be served."""
+        """After each number of events, what must be so."""
         events = self.recorder.events
         bounds = [*(stage.first for stage in self.stages[1:]), len(events) + 1]
         for stage, end in zip(self.stages, bounds, strict=True):
@@ -151,13 +188,18 @@ class Session:
                     promise |= event.keys & stage.told
                 yield promise
 
-    def held(self) -> frozenset[bytes]:
-        """Keys the tier would serve."""
-        keys = (path.keys[: self.rig.tier.holds(NAMESPACE, path.keys)] for path in self.paths)
-        return frozenset(key for some in keys for key in some)
+    @property
+    def _keys(self) -> set[bytes]:
+        return {key for path in self.world.paths for key in path.keys}
+
+    def facts(self) -> frozenset[bytes]:
+        """What is so now."""
+        rig = self.rig
+        held = (path.keys[: rig.tier.holds(NAMESPACE, path.keys)] for path in self.world.paths)
+        return self.world.facts(rig, {key for keys in held for key in keys})
 
     def open(self) -> None:
-        self._rig = open_rig(self.store, self.recorder, self.capacity_bytes)
+        self._rig = self.world.open(self.store, self.recorder)
 
     def close(self) -> None:
         rig, self._rig = self.rig, None
@@ -167,7 +209,7 @@ class Session:
         """A new branch, behind another or not."""
         parent = after.keys[-1] if after else ROOT_KEY
         new = branch(blocks, next(self._seeds), parent=parent)
-        self.paths.append(joined(after, new) if after else new)
+        self.world.paths.append(joined(after, new) if after else new)
         flight = self.rig.put(new, **options)
         keys = zip(new.keys, flight.status, strict=True)
         self.recorder.mark([key for key, status in keys if status == LANDED])
@@ -175,14 +217,39 @@ class Session:
 
     def fetch(self) -> None:
         """Everything there is; the rig compares every byte."""
-        for path in self.paths:
+        for path in self.world.paths:
             self.rig.fetch(path)
+
+    def whole(self) -> Branch | None:
+        """The newest branch that is held to its end."""
+        held = self.facts()
+        return next((path for path in self.world.paths[::-1] if path.keys[-1] in held), None)
 
     def extend(self) -> None:
         """Two more blocks behind a branch that is held, if one is."""
-        held = self.held()
-        whole = [path for path in self.paths if path.keys[-1] in held]
-        self.put(2, after=whole[-1] if whole else None)
+        self.put(2, after=self.whole())
+
+    def pin(self) -> None:
+        """A branch that is held, if one is and the quota allows it."""
+        path = self.whole()
+        if path is not None:
+            with suppress(PinRefused):
+                self.rig.tier.pin(NAMESPACE, path.keys, _LABEL)
+                self.recorder.mark([PINNED + path.keys[-1]])
+
+    def expire(self) -> None:
+        """A branch that is held is so no longer than this operation."""
+        path = self.whole()
+        if path is not None:
+            self.rig.tier.expire(NAMESPACE, path.keys, self.world.now_s + 0.5)
+            self.world.forgotten.update(path.keys)
+            self.recorder.mark([GONE + key for key in path.keys])
+
+    def delete(self) -> None:
+        """The namespace, with all that was ever put."""
+        self.rig.tier.delete_namespace(NAMESPACE)
+        self.world.forgotten |= self._keys
+        self.recorder.mark([GONE + key for key in self._keys])
 
     def rot(self) -> None:
         """A bit of the oldest segment's last page but one flips; then everything is read."""
@@ -194,6 +261,18 @@ class Session:
                 self.recorder.rot(path, page * 4096 + 17)
         self.fetch()
 
+    def lose(self) -> None:
+        """Reopen without a catalogue: it is made anew from the segments."""
+        self.close()
+        self.recorder.lose_catalogue(self.store / "catalog")
+        self.open()
+
+    def remake(self) -> None:
+        """The catalogue is sound, and made anew all the same."""
+        self.close()
+        rebuild_catalogue(self.store, self.recorder)
+        self.open()
+
     def reopen(self) -> None:
         self.close()
         self.open()
@@ -201,7 +280,7 @@ class Session:
     def shrink(self) -> None:
         """Reopen with less room than what may be held."""
         self.close()
-        self.capacity_bytes = SHRUNK
+        self.world.capacity_bytes = SHRUNK
         self.open()
 
 
@@ -209,13 +288,22 @@ OPERATIONS: dict[str, Callable[[Session], object]] = {
     "put": lambda session: session.put(2),
     "extend": Session.extend,
     "put records": lambda session: session.put(3),
+    "put zstd": lambda session: session.put(2, codec="zstd"),
     "overflow": lambda session: session.put(7),
     "fetch": Session.fetch,
+    "pin": Session.pin,
+    "expire": Session.expire,
+    "delete": Session.delete,
     "rot": Session.rot,
     "reopen": Session.reopen,
     "shrink": Session.shrink,
+    "lose": Session.lose,
+    "remake": Session.remake,
 }
 """The alphabet of workloads."""
 
-LOSING: Collection[str] = {"put", "extend", "put records", "overflow", "rot", "shrink"}
+LOSING = OPERATIONS.keys() - {"fetch", "pin", "expire", "delete", "reopen", "lose", "remake"}
 """Operations that may evict or quarantine."""
+
+FORGETTING = {"delete", "lose", "remake"}
+"""Operations that forget pins; the last two also what was expired or deleted."""
