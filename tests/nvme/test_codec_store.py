@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 from xxhash import xxh3_64_intdigest
 
+import kvtier.tiers.nvme.encoder as encoder
 import kvtier.tiers.nvme.pace as pace
 from kvtier.index.words import TierId
 from kvtier.tiers.contracts import FAILED, LANDED, Bytes
 from kvtier.tiers.errors import CodecUnknown
 from kvtier.tiers.nvme.check import check_store
 from kvtier.tiers.nvme.codecs import Coder
+from kvtier.tiers.nvme.outgoing import Record, sample_block
+from kvtier.tiers.nvme.pace import Sample
+from kvtier.tiers.nvme.workers import Scratch
 from kvtier.tiers.pool import ArrayPool
 from tests.nvme.rig import Rig, branch, disk_takes, num_landed
 from tests.prf import block_bytes, number_bytes
@@ -192,6 +196,27 @@ def test_auto_begins_raw_and_encodes_once_everything_is_measured_and_it_pays(
         rig.put(branch(3, 3), namespace=b"n" * 32)  # a namespace of its own
         assert rig.tier.statistics().codec.zstd_blocks == 3
         assert rig.landed(branch(3, 2)) == 3
+
+
+def test_auto_encodes_a_block_for_trial_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled: list[Record] = []
+
+    def sample(record: Record, scratch: Scratch) -> Sample:
+        sampled.append(record)
+        return sample_block(record, scratch)
+
+    monkeypatch.setattr(encoder, "sample_block", sample)
+    with zstd(tmp_path / "s", codec="auto") as rig:  # groups of 64 KiB, records of 28 KiB
+        for seed in range(10):
+            rig.put(branch(3, seed))
+        assert [record.keys[0] for record in sampled] == [
+            branch(3, n).keys[0] for n in (0, 3, 6, 9)
+        ]
+        rig.put(branch(3, 10), namespace=b"n" * 32)
+        assert sampled[-1].namespace == b"n" * 32
+        assert len(sampled) == 5
 
 
 def test_auto_stays_raw_where_blocks_do_not_compress(

@@ -19,8 +19,9 @@ from kvtier.tiers.errors import BudgetSpent, CapacityTooSmall, StoreCorrupt, Tie
 from kvtier.tiers.nvme.catalogue import Addition, Change
 from kvtier.tiers.nvme.codecs import CodecPolicy
 from kvtier.tiers.nvme.core import Core
+from kvtier.tiers.nvme.encoder import Encoder
 from kvtier.tiers.nvme.health import Admission, Fault
-from kvtier.tiers.nvme.outgoing import Forsaken, Record, encode_record, sample_block, write_record
+from kvtier.tiers.nvme.outgoing import Forsaken, Record, write_record
 from kvtier.tiers.nvme.pace import Meter
 from kvtier.tiers.nvme.record import header_bytes, padded
 from kvtier.tiers.nvme.rows import Freed
@@ -59,13 +60,13 @@ class Writer:
         self._next_id = next_id
         self._extent_bytes = extent_bytes
         self._group_bytes = min(group_bytes, max(core.capacity_bytes // 4, 1))
+        self._encoder = Encoder(core.workers, meter, self._group_bytes)
         self._queue: deque[Record] = deque()
         self._background: deque[Record] = deque()
         self._pending: dict[tuple[bytes, BlockKey], tuple[Record, int]] = {}
         self._wake = asyncio.Event()
         self._resting = asyncio.Event()
         self._unsyncable: dict[int, OSError] = {}
-        self._unsampled_bytes = 0
         self._closing = False
 
     def close(self) -> None:
@@ -190,8 +191,7 @@ class Writer:
             if admission is Admission.ONE:
                 await self._probe(group)
             elif group:
-                await self._encode(group)
-                allocation = await self._admit(group) if group else None
+                allocation = await self._admit(group)
                 if allocation is not None:
                     await self._write(allocation, group)
                     if settling is not None:
@@ -225,8 +225,7 @@ class Writer:
     async def _probe(self, group: list[Record]) -> None:
         """Write the one record that tells whether the drive takes writes again."""
         try:
-            await self._encode(group)
-            allocation = await self._admit(group) if group else None
+            allocation = await self._admit(group)
             if allocation is not None:
                 await self._write(allocation, group)
                 await self._settle(allocation, group)
@@ -261,32 +260,6 @@ class Writer:
             nbytes += record.nbytes
         return group
 
-    async def _encode(self, group: list[Record]) -> None:
-        """Encode what is to be, so that exactly what will be stored is reserved. Records that fail
-        leave the group."""
-        submit, meter = self._core.workers.submit, self._meter
-        raw = [r for r in group if r.policy.codec == "auto" and not meter.pays(r.namespace)]
-        chosen = [r for r in group if r.policy.codec != "raw" and r not in raw]
-        for record in raw:
-            self._unsampled_bytes += record.nbytes
-            if self._unsampled_bytes > self._group_bytes or not meter.knows(record.namespace):
-                self._unsampled_bytes = 0
-                sample = await submit(partial(sample_block, record), Call.WRITE, urgent=False)
-                meter.sampled(record.namespace, sample)
-        jobs = [
-            submit(partial(encode_record, record), Call.WRITE, urgent=False) for record in chosen
-        ]
-        for record, error in zip(chosen, await asyncio.gather(*jobs), strict=True):
-            record.error = error
-            if error is None:
-                meter.encoded(record.namespace, record.sizes, record.pool.block_bytes)
-        for record in group:
-            if record.after is not None:
-                record.error = record.error or record.after.error
-            if record.error is not None:
-                self._fail(record, record.error)
-        group[:] = [record for record in group if record.error is None]
-
     def _refusal(self, record: Record, admission: Admission) -> Exception | None:
         """Why a queued record can't be written any more, or not now."""
         if admission is Admission.NONE:
@@ -298,8 +271,15 @@ class Writer:
         return None
 
     async def _admit(self, group: list[Record]) -> Allocation | None:
-        """Reserve space for as many of `group` as fit; the others fail and leave it."""
+        """Encode, then reserve space for as many of `group` as fit; the rest fail and leave it."""
         core = self._core
+        await self._encoder.encode(group)
+        for record in group:
+            if record.error is not None:
+                self._fail(record, record.error)
+        group[:] = [record for record in group if record.error is None]
+        if not group:
+            return None
         try:
             await core.make_room(sum(record.nbytes for record in group))
         except (OSError, StoreCorrupt) as error:
