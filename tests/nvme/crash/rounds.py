@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -47,7 +47,8 @@ _GIVE_UP_S = 60.0
 @dataclass
 class Totals:
     """Counts over all rounds. `blocks_read` were compared byte for byte. `published` blocks had
-    landed before a kill in a store that never evicts; `lost` of them were not served later."""
+    landed before a kill in a store that never evicts, or were pinned; `lost` of them were not
+    served later."""
 
     rounds: int = 0
     kills: Counter[str] = field(default_factory=Counter)
@@ -101,6 +102,8 @@ class Store:
         self._place = places[seed // 2 % len(places)]
         self._promised: dict[Twig, int] = {}
         self._fresh: set[Twig] = set()
+        self._pinned: set[Twig] = set()
+        self._gone: dict[int, None] = {}
         self._trunk = 1
 
     def run(self, rounds: int) -> None:
@@ -130,6 +133,8 @@ class Store:
             self._trunk,
             dict(self._promised),
             frozenset(self._fresh),
+            frozenset(self._pinned),
+            tuple(self._gone),
             fate if "call" in kind and not last else None,
             kind == "call while opening",
             last,
@@ -160,12 +165,21 @@ class Store:
         if word == "planted":
             self._trunk = max(self._trunk, rest[0] + 1)
         elif word == "landed":
-            path, blocks = Twig(*rest[0]), rest[1]
             if self._capacity == ROOMY:
-                before = self._promised.get(path, path.fork)
-                totals.published += max(0, blocks - before)
-                self._promised[path] = max(before, blocks)
-                self._fresh.add(path)
+                self._promise(Twig(*rest[0]), rest[1])
+        elif word == "pinned":
+            self._promise(Twig(*rest[0]), rest[1])
+            self._pinned.add(Twig(*rest[0]))
+        elif word == "unpinning":
+            self._pinned.discard(Twig(*rest[0]))
+            if self._capacity == TIGHT:
+                self._forget({Twig(*rest[0])})
+        elif word == "forgetting":
+            self._forget({path for path in self._promised if path.seed == rest[0]})
+        elif word == "deleting":
+            self._forget(set(self._promised))
+        elif word == "forgotten":
+            self._gone.update(dict.fromkeys(rest[0]))
         elif word == "lost":
             path, blocks = Twig(*rest[0]), rest[1]
             totals.lost += blocks
@@ -186,6 +200,19 @@ class Store:
         else:
             totals.problems += 1
             self._complain(f"{word}: {rest[0]}")
+
+    def _promise(self, path: Twig, blocks: int) -> None:
+        before = self._promised.get(path, path.fork)
+        self.totals.published += max(0, blocks - before)
+        if blocks >= before:
+            self._promised[path] = blocks
+            self._fresh.add(path)
+
+    def _forget(self, paths: Collection[Twig]) -> None:
+        for path in paths:
+            self._promised.pop(path, None)
+        self._fresh.difference_update(paths)
+        self._pinned.difference_update(paths)
 
     def _expect(self, truth: bool, otherwise: str) -> None:
         if not truth:

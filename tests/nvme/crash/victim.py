@@ -7,7 +7,8 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvtier.tiers.contracts import Flight
+from kvtier.tiers.errors import PinRefused
 from kvtier.tiers.nvme.catalogue import Catalogue
 from kvtier.tiers.nvme.check import check_store
 from kvtier.tiers.nvme.files import Files
@@ -53,7 +55,8 @@ class Fate:
 @dataclass(frozen=True)
 class Orders:
     """One process's life. `promised`: how many blocks of a path must be served; `fresh`: the paths
-    told of since somebody last judged, all to be read; `last`: judge everything and close."""
+    told of since somebody last judged, all to be read; `pinned` ones must still be so; of `gone`
+    trunks nothing may be served; `last`: judge everything and close."""
 
     store: Path
     capacity_bytes: int
@@ -61,6 +64,8 @@ class Orders:
     first_trunk: int
     promised: Mapping[Twig, int]
     fresh: frozenset[Twig]
+    pinned: frozenset[Twig]
+    gone: tuple[int, ...]
     fate: Fate | None
     early: bool
     last: bool
@@ -143,6 +148,13 @@ def _judge(rig: Rig, orders: Orders, chance: random.Random, tell: Tell) -> None:
             served = min(served, _read(rig, path, tell))
         if served < promised:
             tell("lost", path, promised - served)
+    pins = {pin.leaf for pin in rig.tier.pins()}
+    for path in orders.pinned:
+        if whole(path).keys[orders.promised[path] - 1] not in pins:
+            tell("problem", f"the pin of {path} is gone")
+    for seed in orders.gone if orders.last else orders.gone[-_REREAD:]:
+        if rig.tier.holds(NAMESPACE, branch(_TRUNK, seed).keys):
+            tell("problem", f"trunk {seed} was forgotten and is served")
     tell("judged")
 
 
@@ -178,9 +190,19 @@ class _Work:
         self._tell = tell
         self._trunks = count(orders.first_trunk)
         self._paths = list(orders.promised)[-50:]
+        self._pins = list(orders.pinned)
 
     def run(self) -> None:
-        kinds = {self._plant: 5.0, self._branch: 3.0, self._fetch: 4.0, self._reopen: 0.3}
+        kinds = {
+            self._plant: 5.0,
+            self._branch: 3.0,
+            self._fetch: 4.0,
+            self._pin: 1.0,
+            self._unpin: 0.5,
+            self._forget: 0.7,
+            self._delete: 0.03,
+            self._reopen: 0.3,
+        }
         while True:
             self._chance.choices(list(kinds), list(kinds.values()))[0]()
             if self._orders.capacity_bytes == ROOMY and self._rig.tier.statistics().evicted_blocks:
@@ -215,6 +237,46 @@ class _Work:
     def _fetch(self) -> None:
         if self._paths:
             _read(self._rig, self._chance.choice(self._paths), self._tell)
+
+    def _pin(self) -> None:
+        if self._paths:
+            path = self._chance.choice(self._paths)
+            held = self._rig.tier.holds(NAMESPACE, whole(path).keys)
+            if held > path.fork and path not in self._pins:
+                with suppress(PinRefused):
+                    self._rig.tier.pin(NAMESPACE, whole(path).keys[:held], f"{path}")
+                    self._tell("pinned", path, held)
+                    self._pins.append(path)
+
+    def _unpin(self) -> None:
+        if self._pins:
+            path = self._pins.pop(self._chance.randrange(len(self._pins)))
+            self._tell("unpinning", path)
+            self._rig.tier.unpin_label(f"{path}")
+
+    def _forget(self) -> None:
+        """A trunk and all its twigs, now or by an expiry that is due."""
+        if self._paths:
+            seed = self._chance.choice(self._paths).seed
+            self._tell("forgetting", seed)
+            self._drop({seed})
+            keys = branch(_TRUNK, seed).keys
+            if self._chance.random() < 0.5:
+                self._rig.tier.forget(NAMESPACE, keys)
+            else:
+                self._rig.tier.expire(NAMESPACE, keys, time.time())
+            self._tell("forgotten", [seed])
+
+    def _delete(self) -> None:
+        self._tell("deleting")
+        seeds = {path.seed for path in self._paths}
+        self._drop(seeds)
+        self._rig.tier.delete_namespace(NAMESPACE)
+        self._tell("forgotten", sorted(seeds))
+
+    def _drop(self, seeds: Collection[int]) -> None:
+        self._paths = [path for path in self._paths if path.seed not in seeds]
+        self._pins = [path for path in self._pins if path.seed not in seeds]
 
     def _reopen(self) -> None:
         self._rig.tier.close()
