@@ -227,7 +227,7 @@ def test_a_full_disk_is_left_alone_until_one_record_has_been_taken_again(tmp_pat
         for seed in range(2, 6):
             flight = rig.begin_put(branch(4, seed))
             assert flight.done and isinstance(flight.error, StoreOut)
-        assert dict(files.seen) == calls  # nothing touched the drive
+        assert {**files.seen, "punch": 0} == {**calls, "punch": 0}  # but to give room back
         assert rig.landed(old) == rig.lookup(old) == 4
         rig.pass_time(1.0)
         assert num_landed(rig.put(branch(9, 6))) == 0  # the probe fails, and all behind it with it
