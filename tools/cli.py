@@ -149,12 +149,25 @@ def generate(
 @app.command()
 def check(
     store: Annotated[Path, typer.Argument(metavar="STORE", help="Directory of the store.")],
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Mend what is wrong: forget damaged blocks.")
+    ] = False,
+    rebuild: Annotated[
+        bool,
+        typer.Option(
+            "--rebuild-catalogue",
+            help="Make the catalogue anew from the segments; pins, expiry, last uses are lost.",
+        ),
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Verify every record of a store. Exit code 1 if anything is wrong with it."""
+    """Verify every record and every row of a store.
+
+    Exit code 0: all is well (now); 1: something is wrong; 2: it could not be looked at.
+    """
     from kvtier.tools.inspection import run_check
 
-    if not run_check(store, as_json=as_json):
+    if not run_check(store, repair=repair, rebuild=rebuild, as_json=as_json):
         raise typer.Exit(1)
 
 

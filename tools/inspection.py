@@ -11,6 +11,7 @@ from rich.table import Table
 
 from kvtier.tiers.contracts import Signal
 from kvtier.tiers.nvme.check import check_store
+from kvtier.tiers.nvme.repair import RepairReport, rebuild_store, repair_store
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.sidecar.client import observe
 from kvtier.tools.errors import BadOption
@@ -22,17 +23,30 @@ ANY_CAPACITY = 2**62
 SHOWN_PROBLEMS = 20
 
 
-def run_check(store: Path, *, as_json: bool) -> bool:
-    """Verify a store, print what was found; True if all is well. Raises what `check_store` does."""
+def run_check(store: Path, *, repair: bool, rebuild: bool, as_json: bool) -> bool:
+    """Verify a store, mending it first if asked to; print what was found.
+
+    True if all is well in the end. Raises what `check_store` and `repair_store` do.
+    """
     bar = Progress(console=Console(stderr=True), disable=not Console(stderr=True).is_terminal)
+    mended: RepairReport | None = None
     with bar:
         task = bar.add_task("records", total=None)
 
         def progress(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        report = check_store(store, progress=progress)
+        if rebuild:
+            mended = rebuild_store(store, progress=progress)
+        elif repair:
+            mended = repair_store(store, progress=progress)
+        report = check_store(store, progress=progress) if mended is None else mended.after
     table = Table(title=f"check {store}", show_header=False)
+    if mended is not None:
+        table.add_row("problems found", f"{len(mended.found):,}")
+        table.add_row("blocks forgotten", f"{mended.forgotten_blocks:,}")
+        table.add_row("given back", format_size(mended.freed_bytes))
+        table.add_row("new catalogue", str(mended.rebuilt or "not needed"))
     table.add_row("records", f"{report.records:,}")
     table.add_row("blocks", f"{report.blocks:,}")
     table.add_row("published", format_size(report.bytes))
@@ -44,10 +58,20 @@ def run_check(store: Path, *, as_json: bool) -> bool:
         console.print(problem, markup=False, highlight=False)
     if len(report.problems) > SHOWN_PROBLEMS:
         console.print(f"and {len(report.problems) - SHOWN_PROBLEMS} more: see --json")
-    console.print("ok" if report.ok else "not ok: the next opening repairs what it can")
+    console.print("ok" if report.ok else "not ok: `kvtier check --repair` mends what it can")
     if as_json:
-        print(json.dumps({"ok": report.ok, **asdict(report)}))
+        done = {} if mended is None else {"repair": _repair_numbers(mended)}
+        print(json.dumps({"ok": report.ok, **asdict(report), **done}))
     return report.ok
+
+
+def _repair_numbers(mended: RepairReport) -> dict[str, object]:
+    return {
+        "found": mended.found,
+        "forgotten_blocks": mended.forgotten_blocks,
+        "freed_bytes": mended.freed_bytes,
+        "rebuilt": None if mended.rebuilt is None else asdict(mended.rebuilt),
+    }
 
 
 def run_stats(store: Path | None, socket: Path | None, *, as_json: bool) -> None:

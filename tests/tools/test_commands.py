@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvtier.tools
+from tests.nvme.rig import Rig, branch, flip, segment_files
 from tests.tiny_model import make_tiny_model
 from tests.tools.conftest import SMALL, Run, command
 
@@ -165,3 +166,23 @@ def test_prewarm_runs_as_a_module_and_by_its_path(way: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "Compute the KV of documents" in done.stdout
+
+
+def test_check_repairs_on_demand_and_says_by_its_exit_code_what_is_left(
+    run: Run, tmp_path: Path
+) -> None:
+    store, blocks = tmp_path / "store", branch(5)
+    with Rig(store) as rig:
+        rig.put(blocks)
+    flip(segment_files(store)[0], 4096 + 8192 + 7)
+    assert run("check", store).code == 1
+    mended = run("check", store, "--repair", "--json")
+    assert mended.code == 0, mended.err
+    assert (mended.summary["blocks"], mended.summary["repair"]["forgotten_blocks"]) == (1, 4)
+    (store / "catalog" / "data.mdb").write_bytes(b"nothing" * 4000)
+    looked = run("check", store)
+    assert looked.code == 2 and "--rebuild-catalogue" in looked.complaint
+    anew = run("check", store, "--rebuild-catalogue", "--json")
+    assert anew.code == 0, anew.err
+    assert anew.summary["repair"]["rebuilt"]["blocks"] == anew.summary["blocks"] == 1
+    assert run("check", store).code == 0

@@ -4,43 +4,29 @@ Changes nothing. What a crash may leave behind (an unpublished tail, a range fre
 a file no row names) is no problem: the next opening takes it back. It is counted as left over.
 """
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 from xxhash import xxh3_64_intdigest
 
-from kvtier.index.words import ROOT_KEY
 from kvtier.tiers.errors import RecordRefused, StoreCorrupt, StoreUnsupported, StoreVersion
 from kvtier.tiers.nvme.bundle import check_names
 from kvtier.tiers.nvme.catalogue import Catalogue
-from kvtier.tiers.nvme.check_custody import CustodyCheck
+from kvtier.tiers.nvme.check_tables import TableCheck
 from kvtier.tiers.nvme.files import Files
 from kvtier.tiers.nvme.lock import StoreLock
 from kvtier.tiers.nvme.reader import check_identity
 from kvtier.tiers.nvme.rebuild import CATALOGUE
 from kvtier.tiers.nvme.record import PAGE, decode_header
 from kvtier.tiers.nvme.recovery import is_store
-from kvtier.tiers.nvme.rows import (
-    Extent,
-    NamespaceRow,
-    Table,
-    block_row_key,
-    decode_block,
-    decode_extent,
-    decode_namespace,
-    decode_segment,
-    key_namespace,
-    key_number,
-    key_pair,
-)
+from kvtier.tiers.nvme.rows import Extent, NamespaceRow
 from kvtier.tiers.nvme.tables import Rows
 from kvtier.tiers.nvme.workers import Scratch
 
-_FILE_OVERHEAD = 64 << 10
-"""Bytes a file system may count to a file for its own bookkeeping (extent tree pages)."""
+Progress = Callable[[int, int], None]
+"""Told `(records done, records in all)`."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +44,15 @@ class CheckReport:
         return not self.problems
 
 
-def check_store(path: Path, *, progress: Callable[[int, int], None] | None = None) -> CheckReport:
+@dataclass(frozen=True)
+class Findings:
+    """A report, and in which extents the blocks from which position on are worthless."""
+
+    report: CheckReport
+    damaged: tuple[tuple[int, int], ...]
+
+
+def check_store(path: Path, *, progress: Progress | None = None) -> CheckReport:
     """Verify every record and every row of the store at `path`, against each other.
 
     `progress` is told `(records done, records in all)`. Raises `StoreInUse` beside a writer,
@@ -71,177 +65,76 @@ def check_store(path: Path, *, progress: Callable[[int, int], None] | None = Non
     try:
         catalogue = Catalogue.open(path / CATALOGUE, read_only=True)
         try:
-            with catalogue.reading() as rows:
-                return _Check(path / "segments", rows, progress).run()
+            return examine(catalogue, path / "segments", progress).report
         finally:
             catalogue.close()
     finally:
         lock.release()
 
 
-def table_problems(rows: Rows, segments: Path) -> tuple[str, ...]:
+def examine(catalogue: Catalogue, segments: Path, progress: Progress | None) -> Findings:
+    """Verify an open catalogue and the records it names; raises nothing for what is wrong."""
+    with catalogue.reading() as rows:
+        tables = TableCheck(rows)
+        tables.run()
+        records = _RecordCheck(segments, tables.namespaces, progress, tables.records)
+        try:
+            records.run(tables.ordered())
+        except StoreCorrupt as error:
+            tables.problems.append(str(error))
+        leftover = 0 if tables.broke_off else tables.leftover_bytes(segments)
+    report = CheckReport(
+        tables.records,
+        tables.blocks,
+        tables.nbytes,
+        leftover,
+        (*tables.problems, *records.problems),
+    )
+    return Findings(report, tuple(records.damaged))
+
+
+def table_problems(rows: Rows) -> tuple[str, ...]:
     """What the tables of a catalogue say against each other, no record being read."""
-    check = _Check(segments, rows, None)
-    check.compare_tables()
-    return check.problems
+    tables = TableCheck(rows)
+    tables.run()
+    return tuple(tables.problems)
 
 
-class _Check:
+class _RecordCheck:
+    """Reads records and compares them with what the catalogue says of them."""
+
     def __init__(
-        self, segments: Path, rows: Rows, progress: Callable[[int, int], None] | None
+        self,
+        segments: Path,
+        namespaces: dict[int, NamespaceRow],
+        progress: Progress | None,
+        total: int,
     ) -> None:
+        self.problems: list[str] = []
+        self.damaged: list[tuple[int, int]] = []
         self._segments = segments
-        self._rows = rows
+        self._namespaces = namespaces
         self._progress = progress
+        self._total = total
         self._files = Files()
         self._scratch = Scratch()
-        self._problems: list[str] = []
-        self._extents: dict[int, Extent] = {}
-        self._namespaces: dict[int, NamespaceRow] = {}
 
-    def run(self) -> CheckReport:
-        leftover = self.compare_tables()
-        self._read_records()
-        live = self._extents.values()
-        return CheckReport(
-            records=len(live),
-            blocks=sum(extent.live for extent in live),
-            bytes=sum(extent.nbytes for extent in live),
-            leftover_bytes=leftover,
-            problems=self.problems,
-        )
-
-    def compare_tables(self) -> int:
-        """Compare the tables with each other. Returns what a crash left on disk."""
-        try:
-            self._read_extents()
-            self._compare_blocks()
-            self._compare_order()
-            self._compare_totals()
-            self._compare_custody()
-            return self._compare_segments()
-        except StoreCorrupt as error:  # a damaged row: nothing that follows can be trusted
-            self._problem(str(error))
-            return 0
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        return tuple(self._problems)
-
-    def _problem(self, text: str) -> None:
-        self._problems.append(text)
-
-    def _read_extents(self) -> None:
-        self._namespaces = {
-            key_namespace(key): decode_namespace(body)
-            for key, body in self._rows.scan(Table.NAMESPACES)
-        }
-        for key, body in self._rows.scan(Table.EXTENTS):
-            id = key_number(key)
-            self._extents[id] = decode_extent(id, body)
-
-    def _compare_blocks(self) -> None:
-        """Every live block has its row, every row its live block, every block its parent."""
-        expected = {
-            block_row_key(extent.namespace_id, key): (extent.id, position)
-            for extent in self._extents.values()
-            for position, key in enumerate(extent.keys[: extent.live])
-        }
-        found = {key: decode_block(body) for key, body in self._rows.scan(Table.BLOCKS)}
-        for block in found.keys() | expected.keys():
-            if found.get(block) != expected.get(block):
-                self._problem(f"block {block[4:].hex()}: its row and its extent disagree")
-        for extent in self._extents.values():
-            parent = block_row_key(extent.namespace_id, extent.parent)
-            if extent.parent != ROOT_KEY and parent not in expected:
-                self._problem(f"record {extent.id:x}: its parent is not in the store")
-
-    def _compare_order(self) -> None:
-        """`heads` and `age` say what follows from the extents."""
-        heads = {
-            (block_row_key(e.namespace_id, e.parent), e.id)
-            for e in self._extents.values()
-            if e.parent != ROOT_KEY
-        }
-        rows = {(key, key_number(body)) for key, body in self._rows.scan(Table.HEADS)}
-        parents = {parent for parent, _ in heads}
-        if rows != heads:
-            self._problem(f"catalogue: {len(rows ^ heads)} rows of heads are wrong or missing")
-        uses = {key_number(key): key_number(body) for key, body in self._rows.scan(Table.USES)}
-        if uses.keys() != self._extents.keys():
-            self._problem("catalogue: rows of uses are missing or too many")
-        ages = {
-            (uses.get(e.id, 0), e.id)
-            for e in self._extents.values()
-            if block_row_key(e.namespace_id, e.tail) not in parents and e.pinned < e.live
-        }
-        aged = {key_pair(key) for key, _ in self._rows.scan(Table.AGE)}
-        if aged != ages:
-            self._problem(f"catalogue: {len(aged ^ ages)} rows of age are wrong or missing")
-
-    def _compare_totals(self) -> None:
-        live = self._extents.values()
-        totals = self._rows.counters()
-        counted = (sum(e.nbytes for e in live), sum(e.live for e in live), len(live))
-        if counted != (totals.used_bytes, totals.blocks, totals.extents):
-            self._problem("catalogue: its totals are not those of its extents")
-        blocks: Counter[int] = Counter()
-        nbytes: Counter[int] = Counter()
-        for extent in live:
-            blocks[extent.namespace_id] += extent.live
-            nbytes[extent.namespace_id] += extent.nbytes
-        for id, row in self._namespaces.items():
-            if (row.blocks, row.nbytes) != (blocks[id], nbytes[id]):
-                self._problem(f"namespace {row.digest.hex()[:16]}: its totals are wrong")
-        if not blocks.keys() <= self._namespaces.keys():
-            self._problem("catalogue: a namespace with blocks has no row")
-
-    def _compare_custody(self) -> None:
-        custody = CustodyCheck(self._rows)
-        for extent in self._extents.values():
-            custody.extent(extent)
-        self._problems += custody.problems()
-
-    def _compare_segments(self) -> int:
-        """Live bytes fit their segments without overlap. Returns what a crash left on disk."""
-        segments = {
-            key_number(key): decode_segment(body) for key, body in self._rows.scan(Table.SEGMENTS)
-        }
-        by_segment: dict[int, list[Extent]] = {id: [] for id in segments}
-        for extent in self._extents.values():
-            by_segment.setdefault(extent.segment, []).append(extent)
-        for id, extents in by_segment.items():
-            extents.sort(key=lambda extent: extent.offset)
-            row = segments.get(id)
-            if row is None or row.live_bytes != sum(extent.nbytes for extent in extents):
-                self._problem(f"segment {id:x}: its row does not say what lives in it")
-                continue
-            ends = [0, *(extent.offset + extent.nbytes for extent in extents)]
-            starts = [*(extent.offset for extent in extents), row.end]
-            if any(start < end for start, end in zip(starts, ends, strict=True)):
-                self._problem(f"segment {id:x}: records overlap or stand past its end")
-        leftover = 0
-        for file in self._segments.glob("*.seg"):
-            live = segments[int(file.stem, 16)].live_bytes if int(file.stem, 16) in segments else 0
-            over = file.stat().st_blocks * 512 - live
-            leftover += over if over > _FILE_OVERHEAD or not live else 0
-        return max(0, leftover)
-
-    def _read_records(self) -> None:
-        done, total = 0, len(self._extents)
-        ordered = sorted(self._extents.values(), key=lambda e: (e.segment, e.offset))
-        for segment, extents in groupby(ordered, key=lambda e: e.segment):
+    def run(self, extents: Iterator[Extent]) -> None:
+        """Read every record; `extents` come in the order of the disk."""
+        done = 0
+        for segment, group in groupby(extents, key=lambda extent: extent.segment):
             try:
                 fd = self._files.open(self._segments / f"{segment:016x}.seg", read_only=True)
             except OSError as error:
-                self._problem(f"segment {segment:x}: {error.strerror}")
+                self.problems.append(f"segment {segment:x}: {error.strerror}")
+                self.damaged += ((extent.id, 0) for extent in group)
                 continue
             try:
-                for extent in extents:
+                for extent in group:
                     done += 1
                     self._read_record(fd, extent)
                     if self._progress is not None:
-                        self._progress(done, total)
+                        self._progress(done, self._total)
             finally:
                 self._files.close(fd)
 
@@ -255,9 +148,12 @@ class _Check:
             check_identity(header, extent, namespace.digest if namespace else b"")
             check_names(header)
         except (OSError, StoreCorrupt, StoreVersion) as error:
-            self._problem(f"record {extent.id:x}: {error}")
+            self.problems.append(f"record {extent.id:x}: {error}")
+            self.damaged.append((extent.id, 0))
             return
-        for block, offset in zip(header.blocks[: extent.live], header.offsets, strict=False):
+        first_bad: int | None = None
+        blocks = zip(header.blocks[: extent.live], header.offsets, strict=False)
+        for position, (block, offset) in enumerate(blocks):
             stored = record[offset : offset + block.stored_bytes]
             try:
                 found = self._scratch.coder.decoded(block.codec, stored, header.block_bytes)
@@ -265,4 +161,8 @@ class _Check:
             except RecordRefused:
                 good = False
             if not good:
-                self._problem(f"record {extent.id:x}: block {block.key.hex()} fails its checksum")
+                name = block.key.hex()
+                self.problems.append(f"record {extent.id:x}: block {name} fails its checksum")
+                first_bad = position if first_bad is None else first_bad
+        if first_bad is not None:
+            self.damaged.append((extent.id, first_bad))

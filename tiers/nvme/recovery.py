@@ -7,14 +7,14 @@ anew from the segments.
 
 import errno
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
 from kvtier.tiers.errors import StoreCorrupt, StoreUnsupported
-from kvtier.tiers.nvme.catalogue import Catalogue, Change
+from kvtier.tiers.nvme.catalogue import Catalogue, Change, Outcome
 from kvtier.tiers.nvme.files import Files
-from kvtier.tiers.nvme.rebuild import CATALOGUE, DAMAGED, UNFINISHED, rebuild_catalogue
+from kvtier.tiers.nvme.rebuild import CATALOGUE, DAMAGED, UNFINISHED, Rebuilt, rebuild_catalogue
 from kvtier.tiers.nvme.rows import Counters, DayWritten, Freed
 from kvtier.tiers.nvme.segments import Segments, list_segments
 
@@ -65,11 +65,13 @@ def prepare_directory(path: Path, files: Files) -> None:
 
 @dataclass(frozen=True)
 class Opened:
-    """A catalogue open for writing, the store's totals, what the day's budget has had."""
+    """A catalogue open for writing, the store's totals, what the day's budget has had; and what a
+    rebuild found, if it took one."""
 
     catalogue: Catalogue
     totals: Counters
     written: DayWritten | None
+    rebuilt: Rebuilt | None = None
 
 
 def open_catalogue(
@@ -91,7 +93,7 @@ def open_catalogue(
     segments.close()
     rebuilt = rebuild_catalogue(store, segments.files, after_epoch=ids.epoch)
     _log.warning("NVMe store %s: made a new catalogue: %s", store, rebuilt)
-    return _recovered(segments, ids, capacity_bytes)
+    return replace(_recovered(segments, ids, capacity_bytes), rebuilt=rebuilt)
 
 
 def _recovered(segments: Segments, ids: Ids, capacity_bytes: int) -> Opened:
@@ -129,9 +131,7 @@ def recover(catalogue: Catalogue, segments: Segments, capacity_bytes: int) -> Co
             segments.files.unlink(path)
     outcome = catalogue.commit(Change(cleared=frees, sealed=opened))
     short = outcome.totals.used_bytes - capacity_bytes
-    while outcome.freed:
-        _reclaim(segments, outcome.freed)
-        outcome = catalogue.commit(Change(cleared=outcome.freed))
+    outcome = give_back(catalogue, segments, outcome)
     if short > 0:
         outcome = catalogue.commit(Change(evict_bytes=short, lift_pins=True))
         if outcome.num_pins_lost:
@@ -140,9 +140,7 @@ def recover(catalogue: Catalogue, segments: Segments, capacity_bytes: int) -> Co
                 segments.directory.parent,
                 outcome.num_pins_lost,
             )
-        while outcome.freed:
-            _reclaim(segments, outcome.freed)
-            outcome = catalogue.commit(Change(cleared=outcome.freed))
+        outcome = give_back(catalogue, segments, outcome)
     if outcome.totals.used_bytes > capacity_bytes:
         raise StoreCorrupt(
             f"{segments.directory.parent}: cannot be brought below its capacity; "
@@ -150,6 +148,14 @@ def recover(catalogue: Catalogue, segments: Segments, capacity_bytes: int) -> Co
         )
     segments.close()
     return outcome.totals
+
+
+def give_back(catalogue: Catalogue, segments: Segments, outcome: Outcome) -> Outcome:
+    """Give what a transaction freed back to the file system; the outcome of having said so."""
+    while outcome.freed:
+        _reclaim(segments, outcome.freed)
+        outcome = catalogue.commit(Change(cleared=outcome.freed))
+    return outcome
 
 
 def _reclaim(segments: Segments, frees: "list[Freed] | tuple[Freed, ...]") -> None:
