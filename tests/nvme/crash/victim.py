@@ -80,7 +80,8 @@ def live(orders: Orders, tell: Tell) -> None:
     armed = [orders.early]
     if orders.fate is not None:
         _arm(orders.fate, armed)
-    if orders.store.exists() and (orders.last or chance.random() < 0.1):
+    whole_once = orders.first_trunk > 1  # a catalogue that was never whole is nothing to check
+    if whole_once and (orders.last or chance.random() < 0.1):
         for problem in check_store(orders.store).problems:
             tell("problem", f"before opening: {problem}")
     began = time.monotonic()
