@@ -15,17 +15,18 @@ from kvtier.tiers.nvme.pages import audit_pages
 from tests.nvme.rig import Rig, branch
 
 PAGE = 4096
-CAPACITY = 400 << 10
+CAPACITY = 800 << 10
+"""Of blocks of 200 bytes, so that the tables are some pages large."""
 SPACES = (bytes(range(32)), bytes(32))
 
 
 def build(store: Path) -> None:
     """A store with evictions, freed pages, two namespaces and records that hang off others."""
     for turn in range(3):
-        with Rig(store, capacity_bytes=CAPACITY, files=Files(direct=False)) as rig:
-            for seed in range(6 * turn, 6 * turn + 8):
+        with Rig(store, files=Files(direct=False), block_bytes=200, capacity_bytes=CAPACITY) as rig:
+            for seed in range(9 * turn, 9 * turn + 12):
                 space = SPACES[seed % 2]
-                trunk = branch(5, seed, namespace=space)
+                trunk = branch(9, seed, namespace=space)
                 rig.put(trunk, namespace=space)
                 for limb in range(2):
                     twig = branch(1, 100 + 2 * seed + limb, parent=trunk.keys[2], namespace=space)
@@ -54,7 +55,9 @@ def damage(data: bytearray, used: Sequence[int], chance: random.Random) -> str:
     page = PAGE * (chance.choice(used) if chance.random() < 0.9 else chance.randrange(pages))
     kind = chance.choice(("head", "flip", "flip", "flip", "scramble", "zero", "copy", "cut"))
     if kind in ("head", "flip"):
-        at = page + chance.randrange(80 if kind == "head" else PAGE)
+        at = page + chance.randrange(32 if kind == "head" else PAGE)
+        while kind == "flip" and not data[at]:  # not in the empty middle of a page
+            at = page + chance.randrange(PAGE)
         data[at] ^= 1 << chance.randrange(8)
     elif kind == "scramble":
         data[page : page + PAGE] = chance.randbytes(PAGE)
@@ -71,10 +74,10 @@ def damage(data: bytearray, used: Sequence[int], chance: random.Random) -> str:
 def use(store: Path, seed: int) -> int:
     """Look up, fetch (the rig compares every byte) and put. Returns how many blocks were served."""
     served = 0
-    with Rig(store, capacity_bytes=CAPACITY, files=Files(direct=False)) as rig:
-        for each in range(20):
+    with Rig(store, files=Files(direct=False), block_bytes=200, capacity_bytes=CAPACITY) as rig:
+        for each in range(6, 30):
             space = SPACES[each % 2]
-            trunk = branch(5, each, namespace=space)
+            trunk = branch(9, each, namespace=space)
             rig.lookup(trunk, namespace=space)
             served += int((rig.fetch(trunk, namespace=space).status == 1).sum())
         for each in range(3):

@@ -289,7 +289,7 @@ class _Audit:
         wrong = (heads[starts >> 3] != numbers.astype(np.uint64)) | (
             words[(starts >> 1) + 5] != flags
         )
-        self._refuse_any(wrong, numbers, "is not the page that leads to it says")
+        self._refuse_any(wrong, numbers, "is not what the page that leads to it says")
         np.add.at(self._walked[0], trees[branch], 1)
         np.add.at(self._walked[1], trees[~branch], 1)
         # Only the list of free pages may be caught with a branch of one child.
