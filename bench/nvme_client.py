@@ -13,7 +13,8 @@ import numpy as np
 from kvtier.index.words import ROOT_KEY, BlockKey, Slots, Tokens, block_keys
 from kvtier.tiers.contracts import LANDED, Fetch, Flight, Put, Signal
 from kvtier.tiers.dram import DramSlab
-from kvtier.tiers.nvme.tier import Geometry, NvmeTier
+from kvtier.tiers.nvme.settings import Geometry
+from kvtier.tiers.nvme.tier import NvmeTier
 
 NAMESPACE = b"bench/nvme".ljust(32, b"\0")
 BLOCK_TOKENS = 16

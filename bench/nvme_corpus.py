@@ -19,7 +19,7 @@ from bench.harness import note
 from bench.nvme_client import NO_LIMIT, Branch, Client
 from kvtier.index.words import KEY_BYTES, BlockKey, Slots
 from kvtier.tiers.dram import DramSlab
-from kvtier.tiers.nvme.tier import Geometry
+from kvtier.tiers.nvme.settings import Geometry
 
 BLOCK_BYTES = 4096
 EXTENT_BLOCKS = 4

@@ -11,7 +11,8 @@ from kvtier.index.words import ROOT_KEY, BlockKey, Slots, TierId, Tokens, block_
 from kvtier.tiers.contracts import LANDED, Answer, Bytes, Checksums, Fetch, Flight, Put, Signal
 from kvtier.tiers.nvme.files import Files
 from kvtier.tiers.nvme.health import Patience
-from kvtier.tiers.nvme.tier import Geometry, NvmeTier
+from kvtier.tiers.nvme.settings import Geometry
+from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.pool import ArrayPool
 from tests.prf import block_bytes
 

@@ -15,7 +15,7 @@ from kvtier.tiers.nvme.catalogue import Catalogue, Change, Outcome
 from kvtier.tiers.nvme.check import check_store
 from kvtier.tiers.nvme.files import Files
 from kvtier.tiers.nvme.rows import DayWritten
-from kvtier.tiers.nvme.tier import Geometry
+from kvtier.tiers.nvme.settings import Geometry
 from kvtier.tiers.pool import ArrayPool
 from tests.nvme.faults import FaultyFiles
 from tests.nvme.rig import NAMESPACE, SMALL, Rig, branch, num_landed

@@ -13,7 +13,7 @@ from kvtier.tiers.nvme.bundle_export import export_bundle
 from kvtier.tiers.nvme.bundle_reader import Bundle, Record, verify_bundle
 from kvtier.tiers.nvme.check import check_store
 from kvtier.tiers.nvme.record import PAGE, RAW
-from kvtier.tiers.nvme.tier import Geometry
+from kvtier.tiers.nvme.settings import Geometry
 from tests.nvme.bundles import ALL, Killed, KilledFiles, Tree, bring, exported, grown, held
 from tests.nvme.rig import Rig, flip
 from tests.prf import number_bytes

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from tests.nvme.rig import Rig, branch, num_landed
 from kvtier.tiers.nvme.check import check_store
-from kvtier.tiers.nvme.tier import Geometry
+from kvtier.tiers.nvme.settings import Geometry
 
 store, limited = Path(sys.argv[1]), sys.argv[2] == "limit"
 hog = store.parent / "hog"

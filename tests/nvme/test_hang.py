@@ -15,7 +15,7 @@ from kvtier.tiers.errors import StoreInUse, StoreOut
 from kvtier.tiers.nvme.catalogue import Catalogue
 from kvtier.tiers.nvme.check import check_store
 from kvtier.tiers.nvme.health import Patience
-from kvtier.tiers.nvme.tier import Geometry
+from kvtier.tiers.nvme.settings import Geometry
 from kvtier.tiers.pool import ArrayPool
 from tests.nvme.faults import HangingFiles
 from tests.nvme.rig import NAMESPACE, Branch, Rig, branch, num_landed
@@ -278,8 +278,8 @@ def test_a_slow_drive_is_no_hung_one(tmp_path: Path) -> None:
         flight = rig.begin_put(branch(4))
         assert files.entered.wait(20)
         rig.pass_time(1.9)
-        assert rig.tier._watch.overdue() is None
+        assert rig.tier._crew.watch.overdue() is None
         rig.pass_time(0.2)
-        assert rig.tier._watch.overdue() is not None
+        assert rig.tier._crew.watch.overdue() is not None
         files.release()
         rig.settle(flight)

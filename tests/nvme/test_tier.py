@@ -10,7 +10,7 @@ from kvtier.index.words import BlockKey, TierId
 from kvtier.tiers.contracts import FAILED, LANDED
 from kvtier.tiers.nvme.check import check_store
 from kvtier.tiers.nvme.custody import NamespaceUse
-from kvtier.tiers.nvme.tier import Geometry
+from kvtier.tiers.nvme.settings import Geometry
 from kvtier.tiers.pool import ArrayPool
 from tests.nvme.rig import NAMESPACE, Rig, branch, num_landed, segment_files
 from tests.prf import block_bytes

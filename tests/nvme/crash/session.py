@@ -23,7 +23,7 @@ from kvtier.tiers.contracts import LANDED, Flight
 from kvtier.tiers.errors import PinRefused
 from kvtier.tiers.nvme.files import Files
 from kvtier.tiers.nvme.rebuild import rebuild_catalogue
-from kvtier.tiers.nvme.tier import Geometry
+from kvtier.tiers.nvme.settings import Geometry
 from tests.nvme.crash.disk import Mark, Model
 from tests.nvme.crash.recorder import Recorder
 from tests.nvme.rig import NAMESPACE, Branch, Rig, branch, segment_files
@@ -94,13 +94,13 @@ def rest(rig: Rig) -> None:
     """Wait until the tier has nothing left to do. Every flight is done already."""
 
     async def idle() -> None:
-        mine, core = asyncio.current_task(), rig.tier._core
+        mine, core = asyncio.current_task(), rig.tier._crew.core
         busy: list[asyncio.Task[Any]] = []
         while busy or core.freeing or (core.next_due or core.now() + 1) <= core.now():
             await (asyncio.wait(busy) if busy else asyncio.sleep(0))
             busy = [task for task in asyncio.all_tasks() if task is not mine and _ends(task)]
 
-    asyncio.run_coroutine_threadsafe(idle(), rig.tier._loop).result(timeout=30)
+    asyncio.run_coroutine_threadsafe(idle(), rig.tier._crew._loop).result(timeout=30)
 
 
 _ENDLESS = ("NvmeTier._serve", "Custodian._watch", "_either", "Event.wait")

@@ -1,0 +1,78 @@
+"""How a tier is opened, and what it tells about itself. Values only."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvtier.tiers.nvme.codecs import CodecPolicy
+from kvtier.tiers.nvme.health import Patience, State
+from kvtier.tiers.nvme.pace import CodecStatistics
+from kvtier.tiers.nvme.segments import SEGMENT_BYTES
+from kvtier.tiers.nvme.writer import EXTENT_BYTES, GROUP_BYTES
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes the writer cuts by, in bytes: a record, a commit's worth of records, a file."""
+
+    extent_bytes: int = EXTENT_BYTES
+    group_bytes: int = GROUP_BYTES
+    segment_bytes: int = SEGMENT_BYTES
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a tier was opened."""
+
+    capacity_bytes: int
+    pin_quota_bytes: int
+    write_budget_bytes: int
+    read_only: bool
+    io_threads: int
+    clock: Callable[[], float]
+    monotonic: Callable[[], float]
+    patience: Patience
+    geometry: Geometry
+    policy: CodecPolicy
+
+
+@dataclass(frozen=True)
+class NvmeStatistics:
+    """What the store holds, and what happened since it was opened.
+
+    `hits` and `misses` count blocks asked of `fetch`; `quarantined` blocks were forgotten because
+    they or an ancestor failed verification, `expired_blocks` because their time had come or an
+    operator said so; `pins_lost` were lifted with their blocks. `refused_blocks` of puts were not
+    published, of them `budget_refused_blocks` of background puts because the day's budget is spent.
+    `written_today_bytes` (UTC) count every put, also from before the last opening.
+
+    `state`: "ok"; "full" or "failing": no puts until one has worked again; "failing" without reads,
+    "hung", "rebuilding": every request is answered at once with nothing. `errors` by kind
+    (`kvtier.tiers.nvme.health.Fault`); `trips`: how often the tier left the drive alone;
+    `stalled_reads`: fetches whose read did not return in time.
+    """
+
+    blocks: int
+    extents: int
+    used_bytes: int
+    capacity_bytes: int
+    pinned_bytes: int
+    pin_quota_bytes: int
+    read_bytes: int
+    written_bytes: int
+    hits: int
+    misses: int
+    quarantined: int
+    expired_blocks: int
+    evicted_blocks: int
+    pins_lost: int
+    rebuilds: int
+    refused_blocks: int
+    budget_refused_blocks: int
+    written_today_bytes: int
+    write_budget_bytes: int
+    errors: Mapping[str, int]
+    trips: int
+    stalled_reads: int
+    direct: bool
+    state: State
+    codec: CodecStatistics
