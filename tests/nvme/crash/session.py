@@ -103,7 +103,7 @@ def rest(rig: Rig) -> None:
     asyncio.run_coroutine_threadsafe(idle(), rig.tier._crew._loop).result(timeout=30)
 
 
-_ENDLESS = ("NvmeTier._serve", "Custodian._watch", "_either", "Event.wait")
+_ENDLESS = ("Crew._serve", "Custodian._watch", "_either", "Event.wait")
 
 
 def _ends(task: "asyncio.Task[Any]") -> bool:
