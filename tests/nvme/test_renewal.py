@@ -13,6 +13,7 @@ from kvtier.tiers.nvme.check import check_store
 from kvtier.tiers.nvme.files import Files
 from kvtier.tiers.nvme.rebuild import UNFINISHED
 from kvtier.tiers.nvme.rows import Table, block_row_key, encode_block
+from tests.nvme.faults import HangingFiles
 from tests.nvme.rig import Branch, Rig, branch, disk_takes, flip, num_landed
 
 
@@ -215,4 +216,29 @@ def test_puts_and_fetches_under_way_when_damage_is_found_end(tmp_path: Path) -> 
         for seed in range(1, 9):
             assert num_landed(rig.put(branch(9, seed))) == rig.landed(branch(9, seed)) == 9
         assert disk_takes(store, at_most=rig.tier.statistics().used_bytes)
+    assert check_store(store).ok
+
+
+@pytest.mark.parametrize("turns", [0, 3])
+def test_a_store_closed_before_its_catalogue_is_made_anew_lets_go(
+    tmp_path: Path, turns: int
+) -> None:
+    store, files, blocks = tmp_path / "s", HangingFiles("fdatasync"), branch(5)
+    rig = Rig(store, files=files)
+    rig.put(blocks)
+    rot(store, block_key(blocks, 0))
+    files.arm()
+    put = rig.begin_put(branch(3, 1))
+    assert files.entered.wait(30)
+    rig.lookup(blocks)
+    for _ in range(turns):  # of the loop: then the renewal waits for the put already
+        turned = Event()
+        rig.tier._crew.call_soon(turned.set)
+        assert turned.wait(30)
+    rig.tier.close(0.1)
+    files.release()
+    rig.settle(put)
+    rig.tier.close(20.0)
+    with Rig(store) as again:
+        assert again.landed(blocks) == 5
     assert check_store(store).ok

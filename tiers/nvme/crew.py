@@ -101,7 +101,7 @@ class Crew:
         if self.health.serves:
             return True
         if self.renewal.is_due:
-            self.call_soon(self.renewal.begin)
+            self.call_soon(self._renew)
         return False
 
     def bring_in(self, owed: Answer | Flight | Landing, action: Callable[[], None]) -> bool:
@@ -162,7 +162,12 @@ class Crew:
 
     def _damaged(self, error: StoreCorrupt) -> None:
         self.renewal.damaged(error)
-        self.call_soon(self.renewal.begin)
+        self.call_soon(self._renew)
+
+    def _renew(self) -> None:
+        """Begin a renewal; not while closing, for then nobody would see to its end."""
+        if not self._closed:
+            self.renewal.begin()
 
     def _reopen(self, error: StoreCorrupt) -> Opened:
         """Close the damaged catalogue, which nobody reads any more, and make another."""

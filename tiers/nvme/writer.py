@@ -201,6 +201,7 @@ class Writer:
                 await settling
                 settling = None
             elif self._closing:
+                self._resting.set()
                 return
             else:
                 self._wake.clear()
@@ -210,7 +211,7 @@ class Writer:
 
     async def rest(self) -> None:
         """Wait until nothing is queued or under way. New puts must be refused meanwhile."""
-        while self._pending and not self._closing:
+        while self._pending:
             await self._resting.wait()
             await asyncio.sleep(0)  # it may have been woken and not have come to it
 
