@@ -1,6 +1,7 @@
 """Pins, expiry and deletion through the tier: what stays, what goes, and when."""
 
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,8 @@ from kvtier.tiers.nvme.catalogue import Catalogue, Change, Outcome
 from kvtier.tiers.nvme.check import check_store
 from kvtier.tiers.nvme.custody import NamespaceUse, PinInfo
 from kvtier.tiers.nvme.files import Files
+from kvtier.tiers.nvme.rows import Freed
+from kvtier.tiers.nvme.settings import Geometry
 from tests.nvme.rig import NAMESPACE, Rig, branch, num_landed
 
 RECORD = 4096 + 3 * 8192
@@ -361,3 +364,20 @@ def test_a_verb_past_its_deadline_says_so_and_is_carried_out_all_the_same(
             rig.tier.pin(NAMESPACE, branch(3).keys, "late", deadline_s=0.01)
         go.set()
         assert rig.tier.unpin_label("late") == 1
+
+
+def test_the_work_of_giving_ranges_back_grows_with_their_number_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, compared = Freed.__eq__, Counter[str]()
+
+    def counting(one: Freed, other: object) -> bool:
+        compared["all"] += 1
+        return plain(one, other)
+
+    monkeypatch.setattr(Freed, "__eq__", counting)
+    with Rig(tmp_path / "s", geometry=Geometry(extent_bytes=1)) as rig:
+        rig.put(branch(90))
+        assert rig.tier.delete_namespace(NAMESPACE) == 90
+        assert num_landed(rig.put(branch(1))) == 1  # its commit clears the 90 ranges
+    assert compared["all"] < 3 * 90

@@ -240,5 +240,19 @@ def test_a_store_closed_before_its_catalogue_is_made_anew_lets_go(
     rig.settle(put)
     rig.tier.close(20.0)
     with Rig(store) as again:
+        again.lookup(blocks)  # closed in time, it left the damage for the next owner to find
+        wait_for(again, "ok")
         assert again.landed(blocks) == 5
     assert check_store(store).ok
+
+
+def test_a_new_catalogue_is_told_what_was_written_today(tmp_path: Path) -> None:
+    store, blocks = tmp_path / "s", branch(5)
+    with Rig(store) as rig:
+        rig.put(blocks)
+        written = rig.tier.statistics().written_today_bytes
+        rot(store, block_key(blocks, 0))
+        rig.lookup(blocks)
+        wait_for(rig, "ok")
+    with Rig(store) as rig:
+        assert rig.tier.statistics().written_today_bytes == written > 0

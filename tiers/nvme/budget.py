@@ -25,7 +25,8 @@ class WriteBudget:
     ) -> None:
         self.limit_bytes = limit_bytes
         self._clock = clock
-        self._written = self._saved = start or DayWritten(self._today(), 0)
+        self._written = start or DayWritten(self._today(), 0)
+        self._saved: DayWritten | None = self._written
 
     @property
     def written_bytes(self) -> int:
@@ -53,8 +54,8 @@ class WriteBudget:
         """What the next transaction is to write down; None if it stands there already."""
         return None if self._written == self._saved else self._written
 
-    def saved(self, written: DayWritten) -> None:
-        """The catalogue has it."""
+    def saved(self, written: DayWritten | None) -> None:
+        """What the catalogue has; None if it has nothing, as one that was made anew."""
         self._saved = written
 
     def _today(self) -> int:

@@ -146,7 +146,8 @@ class Core:
                     self._uses = uses | self._uses
             if written is not None:
                 self.budget.saved(written)
-            self._punched = [freed for freed in self._punched if freed not in cleared]
+            done_with = set(cleared)
+            self._punched = [freed for freed in self._punched if freed not in done_with]
             del self._abandoned[: len(abandoned)]
             self.reserved -= sum(freed.length for freed in abandoned)
             self.freeing += sum(freed.length for freed in outcome.freed)
@@ -169,6 +170,7 @@ class Core:
             self.catalogue, self.totals = opened.catalogue, opened.totals
             self.reserved = self.freeing = 0
             self._uses = {}
+            self.budget.saved(opened.written)
             self._abandoned, self._waiting, self._punched = [], [], []
             self.next_due = self.catalogue.next_due()
             self.due_changed.set()
@@ -198,7 +200,8 @@ class Core:
     async def _reclaim(self) -> None:
         for whole_files in (False, True):  # a file goes after the last range of it
             ready = [f for f in self._waiting if f.whole_file is whole_files and self._idle(f)]
-            self._waiting = [freed for freed in self._waiting if freed not in ready]
+            taken = set(ready)
+            self._waiting = [freed for freed in self._waiting if freed not in taken]
             jobs = [partial(_reclaim, self.segments, freed) for freed in ready]
             punched = (self.workers.submit(job, Call.SPACE, urgent=True) for job in jobs)
             errors = await asyncio.gather(*punched)
@@ -213,7 +216,7 @@ class Core:
     async def close(self, *, save: bool) -> None:
         """Save what is known of last uses; then end the catalogue's thread."""
         try:
-            if save and (self._uses or self._punched or self._abandoned):
+            if save and (self._uses or self._punched or self._abandoned or self.budget.unsaved):
                 await self.commit(Change())
         except (OSError, StoreCorrupt) as error:
             self.health.write_failed(error, Fault.CATALOGUE)
