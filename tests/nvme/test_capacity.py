@@ -12,6 +12,7 @@ from kvtier.tiers.contracts import FAILED, LANDED
 from kvtier.tiers.errors import CapacityTooSmall, TierFull
 from kvtier.tiers.nvme.check import check_store
 from kvtier.tiers.nvme.files import Files
+from kvtier.tiers.nvme.settings import Geometry
 from tests.nvme.rig import Rig, branch, disk_takes, num_landed
 
 RECORD = 4096 + 3 * 8192
@@ -158,3 +159,18 @@ def test_a_smaller_capacity_is_honoured_before_serving(tmp_path: Path) -> None:
             assert rig.tier.statistics().used_bytes <= capacity
             assert disk_takes(tmp_path / "s", at_most=capacity)
         assert check_store(tmp_path / "s").ok
+
+
+@pytest.mark.parametrize("block_bytes", [1, 5000, 45056])
+def test_a_store_of_a_few_blocks_takes_blocks_and_not_whole_records(
+    tmp_path: Path, block_bytes: int
+) -> None:
+    """A record longer than the store would push everything out and then find no room."""
+    room = 2 * (4096 + -(-block_bytes // 4096) * 4096)
+    geometry = Geometry()
+    with Rig(
+        tmp_path / "s", block_bytes=block_bytes, capacity_bytes=room, geometry=geometry
+    ) as rig:
+        for seed in range(3):
+            assert num_landed(rig.put(branch(7, seed))) == 2
+        assert rig.landed(branch(7, 2)) == 2

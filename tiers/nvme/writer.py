@@ -58,7 +58,7 @@ class Writer:
         self._meter = meter
         self._core = core
         self._next_id = next_id
-        self._extent_bytes = extent_bytes
+        self._extent_bytes = min(extent_bytes, core.capacity_bytes // 2)  # header not counted
         self._group_bytes = min(group_bytes, max(core.capacity_bytes // 4, 1))
         self._encoder = Encoder(core.workers, meter, self._group_bytes)
         self._queue: deque[Record] = deque()
