@@ -249,3 +249,14 @@ def test_lookup_of_an_unknown_key_stops_there(tmp_path: Path) -> None:
         rig.put(blocks)
         keys = (*blocks.keys[:2], BlockKey(b"?" * 32), *blocks.keys[3:])
         assert rig.tier.holds(NAMESPACE, keys) == 2
+
+
+def test_however_many_segments_are_written_few_files_stay_open(tmp_path: Path) -> None:
+    one_block = Geometry(extent_bytes=4096, group_bytes=4096, segment_bytes=4096)
+    with Rig(tmp_path / "s", block_bytes=100, geometry=one_block) as rig:
+        for seed in range(30):
+            assert num_landed(rig.put(branch(10, seed))) == 10
+        assert len(segment_files(tmp_path / "s")) == 300
+        links = [entry for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+        open_now = [link for link in links if link.resolve().suffix == ".seg"]
+        assert 0 < len(open_now) < 150

@@ -117,24 +117,24 @@ class Segments:
 
         Raises `OSError`, ENOSPC if the disk is full, before any byte is written.
         """
-        if allocation.fresh:
-            fd = self.files.open(self.path(allocation.segment), create=True)
-            with self._lock:
-                self._open[allocation.segment] = _Opened(fd)
-            self.files.sync_directory(self.directory)
-        with self.opened(allocation.segment) as fd:
+        with self.opened(allocation.segment, create=allocation.fresh) as fd:
+            if allocation.fresh:
+                self.files.sync_directory(self.directory)
             self.files.allocate(fd, allocation.offset, allocation.length)
 
     @contextmanager
-    def opened(self, segment: int) -> Iterator[int]:
-        """A descriptor that stays open inside the block. Raises `OSError` if the file is gone."""
+    def opened(self, segment: int, *, create: bool = False) -> Iterator[int]:
+        """A descriptor that stays open inside the block. Raises `OSError` if the file is gone.
+
+        `create`: the file is new.
+        """
         with self._lock:
             entry = self._open.get(segment)
             if entry is not None:
                 entry.users += 1
                 self._open.move_to_end(segment)
         if entry is None:  # opened outside the lock: a drive that hangs must not stop other reads
-            fd = self.files.open(self.path(segment), read_only=self._read_only)
+            fd = self.files.open(self.path(segment), create=create, read_only=self._read_only)
             entry = self._register(segment, fd)
         try:
             yield entry.fd
