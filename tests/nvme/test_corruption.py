@@ -261,3 +261,16 @@ def test_a_store_of_a_newer_format_is_refused_and_left_alone(
         check_store(store)
     assert (store / "catalog" / "data.mdb").read_bytes() == before
     assert segment_files(store) != []
+
+
+def test_a_read_only_tier_that_meets_damage_stays_well(tmp_path: Path) -> None:
+    store, damaged, good = tmp_path / "s", branch(3), branch(3, 1)
+    filled(store, damaged, good)
+    (extent,) = extents(store, damaged)
+    flip(segment_files(store)[0], extent.starts[1] + 7)
+    with Rig(store, read_only=True) as rig:
+        for _ in range(3):
+            assert rig.landed(damaged) == 1
+        assert rig.landed(good) == 3
+        stats = rig.tier.statistics()
+        assert stats.state == "ok" and not any(stats.errors.values())

@@ -61,6 +61,7 @@ class Core:
         clock: Callable[[], float],
         tally: Tally,
         budget: WriteBudget,
+        read_only: bool,
     ) -> None:
         self.catalogue = catalogue
         self.segments = segments
@@ -68,6 +69,7 @@ class Core:
         self.health = health
         self.tally = tally
         self.budget = budget
+        self.read_only = read_only
         self.capacity_bytes = capacity_bytes
         self.totals = totals
         self.reserved = 0
@@ -95,6 +97,8 @@ class Core:
 
     def used(self, extents: Collection[int]) -> None:
         """Note that these extents were wanted now; written with the next commit."""
+        if self.read_only:
+            return
         self._uses.update(dict.fromkeys(extents, self.now()))
 
     @property

@@ -206,6 +206,7 @@ class Crew:
             clock=settings.clock,
             tally=Tally(),
             budget=self.budget,
+            read_only=settings.read_only,
         )
         self.reader = Reader(self.core, self.meter, settings.io_threads)
         self.writer = Writer(

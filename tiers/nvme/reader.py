@@ -347,7 +347,7 @@ class Reader:
                     rotten.append((damage.extent, 0))
             elif damage.position is not None:
                 rotten.append((damage.extent, damage.position))
-        if rotten:
+        if rotten and not core.read_only:
             await core.commit(Change(quarantine=rotten, sweep=SWEEP_STEPS))
             for extent, _ in rotten:
                 self._headers.drop(extent)
