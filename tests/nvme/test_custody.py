@@ -100,12 +100,13 @@ def test_by_default_pins_may_hold_half_of_the_capacity(tmp_path: Path) -> None:
         assert rig.tier.statistics().pin_quota_bytes == 5 * RECORD // 2
 
 
-@pytest.mark.parametrize("label", ["", "ü" * 33])
+@pytest.mark.parametrize("label", ["", "ü" * 33, "\udcff"])
 def test_a_label_is_neither_empty_nor_long(tmp_path: Path, label: str) -> None:
     with Rig(tmp_path / "s") as rig:
         rig.put(branch(1))
         with pytest.raises(PinRefused, match="1 to 64 bytes"):
             rig.tier.pin(NAMESPACE, branch(1).keys, label)
+        assert not rig.tier.unpin(NAMESPACE, branch(1).keys, label)
         rig.tier.pin(NAMESPACE, branch(1).keys, "ü" * 32)
 
 
@@ -381,3 +382,16 @@ def test_the_work_of_giving_ranges_back_grows_with_their_number_only(
         assert rig.tier.delete_namespace(NAMESPACE) == 90
         assert num_landed(rig.put(branch(1))) == 1  # its commit clears the 90 ranges
     assert compared["all"] < 3 * 90
+
+
+@pytest.mark.parametrize("never", [float("inf"), 1e30])
+def test_a_time_beyond_every_clock_is_never(tmp_path: Path, never: float) -> None:
+    blocks = branch(3)
+    with Rig(tmp_path / "s") as rig:
+        rig.put(blocks)
+        rig.tier.pin(NAMESPACE, blocks.keys, "a", expires_at=never)
+        assert rig.tier.expire(NAMESPACE, blocks.keys, never)
+        assert len(rig.tier.pins()) == 1 and rig.landed(blocks) == 3
+        assert rig.tier.expire(NAMESPACE, blocks.keys, -never)
+        assert rig.landed(blocks) == 0
+    assert check_store(tmp_path / "s").ok

@@ -32,6 +32,9 @@ LABEL_BYTES = 64
 
 DEADLINE_S = 30.0
 
+_LATEST = 2**63
+"""Later than any clock tells (microseconds), and still a number that a row holds."""
+
 _LONGEST_WAIT_S = 600.0
 _RETRY_S = 1.0
 
@@ -92,7 +95,8 @@ class Custody(ABC):
         A second pin of the same last block and label only takes the new time. Raises `PinRefused`
         if the last block is not there, or if pins would hold more than the quota.
         """
-        _check_label(label)
+        if not _is_label(label):
+            raise PinRefused(f"pin {label!r}: a label has 1 to {LABEL_BYTES} bytes; take another")
         until = 0 if expires_at is None else max(1, _microseconds(expires_at))
         self._obey(Pin(namespace, keys[-1], label, until, self.pin_quota_bytes), deadline_s)
 
@@ -105,7 +109,7 @@ class Custody(ABC):
         deadline_s: float = DEADLINE_S,
     ) -> bool:
         """Lift the pin of the last of `keys` with that label; False if there is none."""
-        return bool(self._obey(Unpin(namespace, keys[-1], label), deadline_s))
+        return _is_label(label) and bool(self._obey(Unpin(namespace, keys[-1], label), deadline_s))
 
     def unpin_label(self, label: str, *, deadline_s: float = DEADLINE_S) -> int:
         """Lift every pin with that label, in all namespaces; returns how many there were."""
@@ -245,9 +249,11 @@ async def _either(event: asyncio.Event, wait_s: float) -> None:
 
 
 def _microseconds(seconds: float) -> int:
-    return int(seconds * 1e6)
+    return int(max(0.0, min(seconds * 1e6, _LATEST)))
 
 
-def _check_label(label: str) -> None:
-    if not 0 < len(label.encode()) <= LABEL_BYTES:
-        raise PinRefused(f"pin {label!r}: a label has 1 to {LABEL_BYTES} bytes; take another")
+def _is_label(label: str) -> bool:
+    try:
+        return 0 < len(label.encode()) <= LABEL_BYTES
+    except UnicodeEncodeError:  # half a character, from a command line that is not UTF-8
+        return False
