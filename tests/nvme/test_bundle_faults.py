@@ -218,3 +218,17 @@ def test_an_import_killed_in_the_middle_goes_on_where_it_was(
         assert report.ok and (report.already_there, report.imported) == (there, 21 - there)
         assert held(rig, tree) == ALL
     assert check_store(tmp_path / "c").ok
+
+
+def test_an_import_into_a_store_that_is_sick_or_takes_nothing_reports_it(
+    tmp_path: Path, source: Path, whole: bytes
+) -> None:
+    bundle = source.with_name("whole")
+    with Rig(tmp_path / "s") as rig:
+        rig.tier._health.hung("a read")
+        report = bring(bundle, rig, pin_label="a")
+        assert report.refused + report.damaged == report.blocks and report.problems
+        rig.pass_time()
+    with Rig(source, read_only=True) as rig:
+        report = bring(bundle, rig, pin_label="a")
+        assert report.already_there == report.blocks and not report.pinned and report.problems

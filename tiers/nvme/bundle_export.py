@@ -69,7 +69,8 @@ def export_bundle(
 
     Raises `BundleRefused` if the bundle cannot be written, `CodecUnknown`, `StoreInUse` beside a
     writer, `StoreVersion`, `StoreUnsupported` where there is no store, `StoreCorrupt` if its
-    catalogue cannot be opened. A damaged record or row is a line in `problems`.
+    catalogue cannot be opened or does not say where to begin. A damaged record, or row on the way
+    on, is a line in `problems`.
     """
     if not (store / "catalog").is_dir():
         raise StoreUnsupported(f"{store}: there is no store here; check the path")

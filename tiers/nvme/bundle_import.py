@@ -12,9 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
+from kvtier.index.errors import KvtierError
 from kvtier.index.words import Slots, TierId
 from kvtier.tiers.contracts import LANDED, Flight, Put
-from kvtier.tiers.errors import PinRefused, RecordRefused, StoreBusy, StoreCorrupt, TierFull
+from kvtier.tiers.errors import RecordRefused, TierFull
 from kvtier.tiers.nvme.bundle_reader import (
     INCOMPLETE,
     Bundle,
@@ -24,6 +25,7 @@ from kvtier.tiers.nvme.bundle_reader import (
     Step,
     Trail,
 )
+from kvtier.tiers.nvme.custody import NamespaceUse
 from kvtier.tiers.nvme.record import PAGE, header_bytes, padded
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.pool import ArrayPool
@@ -116,7 +118,7 @@ class _Import:
         self._pool: ArrayPool | None = None
         self._flying: deque[_Flying] = deque()
         self._written_before = store.statistics().written_bytes
-        self._average = {use.namespace: use.nbytes // use.blocks for use in store.namespaces()}
+        self._average = {use.namespace: use.nbytes // use.blocks for use in self._uses()}
         self._found_bytes = 0
 
     def run(self) -> ImportReport:
@@ -154,6 +156,13 @@ class _Import:
             complete=complete,
             problems=self._problems.told(),
         )
+
+    def _uses(self) -> list[NamespaceUse]:
+        try:
+            return self._store.namespaces()
+        except (KvtierError, OSError) as error:
+            self._problems.add(f"what the store holds is not known: {error}")
+            return []
 
     def _wants(self, namespace: bytes) -> bool:
         return self._wanted is None or namespace in self._wanted
@@ -307,5 +316,5 @@ class _Import:
         try:
             self._store.pin(header.namespace, [leaf], self._label, self._expires_at)
             self._count["pinned"] += 1
-        except (PinRefused, StoreBusy, StoreCorrupt, OSError) as error:
+        except (KvtierError, OSError) as error:
             self._problems.add(f"page {header.page}: not pinned: {error}")
