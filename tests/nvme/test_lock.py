@@ -1,6 +1,8 @@
 """One owner a directory, and what `open` refuses with one line."""
 
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from kvtier.tiers.nvme.check import check_store
 from kvtier.tiers.nvme.files import Files
 from kvtier.tiers.nvme.lock import StoreLock
 from kvtier.tiers.nvme.tier import NvmeTier
+from tests.nvme.faults import FaultyFiles
 from tests.nvme.rig import Rig, branch
 
 HOLD = """
@@ -130,3 +133,17 @@ def test_a_tier_satisfies_the_store_protocol(tmp_path: Path) -> None:
     store: Store = tier
     assert store.tier == "nvme"
     store.close()
+
+
+def test_an_opening_that_fails_leaves_nothing_open(tmp_path: Path) -> None:
+    files, killed = FaultyFiles("fdatasync", errno.EIO), tmp_path / "killed"
+    with Rig(tmp_path / "s") as rig:
+        rig.put(branch(3))
+        shutil.copytree(tmp_path / "s", killed)
+    files.arm()
+    before = sorted(os.listdir("/proc/self/fd"))
+    with pytest.raises(StoreUnsupported, match="mend the disk"):
+        Rig(killed, files=files)
+    assert files.fired and sorted(os.listdir("/proc/self/fd")) == before
+    with Rig(killed) as rig:
+        assert rig.landed(branch(3)) == 3

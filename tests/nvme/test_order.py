@@ -1,10 +1,14 @@
 """The order of writing, publishing, deleting and punching, as the file layer sees it."""
 
+import threading
 from pathlib import Path
 
 import pytest
 
+from kvtier.index.words import TierId
+from kvtier.tiers.contracts import Bytes, Flight
 from kvtier.tiers.nvme.catalogue import Catalogue, Change, Outcome
+from kvtier.tiers.pool import ArrayPool
 from tests.nvme.faults import RecordingFiles
 from tests.nvme.rig import Rig, branch, num_landed
 
@@ -91,3 +95,32 @@ def test_bytes_are_punched_only_after_their_rows_are_deleted(
             deleted.add((name, offset, length))
         elif call == "punch" and name != "probe":
             assert (name, offset, length) in deleted
+
+
+class Taken(ArrayPool):
+    """Its first block to be read by a worker is given up and used for something else just then."""
+
+    def __init__(self, num_slots: int, block_bytes: int) -> None:
+        super().__init__(TierId.DRAM, num_slots, block_bytes)
+        self.given = threading.Event()
+        self.put: Flight | None = None
+
+    def view(self, slot: int) -> Bytes:
+        if threading.current_thread() is not threading.main_thread():
+            assert self.given.wait(30) and self.put is not None
+            self.put.fail_rest()
+            self.array[:] = 0xEE
+        return super().view(slot)
+
+
+def test_bytes_that_were_read_after_their_put_was_given_up_are_never_written(
+    tmp_path: Path,
+) -> None:
+    files = RecordingFiles()
+    with Rig(tmp_path / "s", files=files) as rig:
+        pool = Taken(3, rig.block_bytes)
+        pool.put = rig.begin_put(branch(3), pool=pool)
+        pool.given.set()
+        rig.settle(pool.put)
+        assert num_landed(rig.put(branch(3, 1))) == 3
+    assert sum(line[0] == "write" for line in files.log) == 1

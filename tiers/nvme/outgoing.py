@@ -142,6 +142,8 @@ def write_record(record: Record, segments: Segments, scratch: Scratch) -> Except
     mismatch = None if record.checksums else _take_checksums(record)
     if mismatch is not None:
         return mismatch
+    if record.is_forsaken:  # then they may be of other bytes, and a rebuild would believe them
+        return Forsaken("put: given up before it was written")
     payload = _payload(record, scratch)
     head = scratch.take("header", record.header_bytes)
     head[:] = np.frombuffer(encode_header(_header(record)), np.uint8)

@@ -332,5 +332,9 @@ def _open_parts(path: Path, files: Files, settings: Settings, lock: StoreLock) -
             catalogue.close()
             raise
     files.probe(path / "segments")
-    opened = open_catalogue(segments, ids, settings.capacity_bytes)
+    try:
+        opened = open_catalogue(segments, ids, settings.capacity_bytes)
+    except BaseException:
+        segments.close()
+        raise
     return Parts(lock, opened.catalogue, segments, ids, opened.totals, opened.written)
