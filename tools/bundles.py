@@ -16,6 +16,7 @@ from kvtier.tiers.nvme.bundle_export import export_bundle
 from kvtier.tiers.nvme.bundle_import import import_bundle
 from kvtier.tiers.nvme.bundle_plan import Selection
 from kvtier.tiers.nvme.bundle_reader import Bundle, verify_bundle
+from kvtier.tiers.nvme.recovery import is_store
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tools.digests import parse_digest
 from kvtier.tools.errors import BadOption
@@ -122,7 +123,7 @@ def run_bundle_info(bundle: Path, *, as_json: bool) -> bool:
 
 def _refuse_to_shrink(store: Path, nvme_bytes: int) -> None:
     """A store that is opened with a limit below what it holds gives blocks up first."""
-    if not (store / "catalog").is_dir():
+    if not is_store(store):
         return
     tier = NvmeTier.open(store, capacity_bytes=ANY_CAPACITY, signal=Signal(), read_only=True)
     used = tier.statistics().used_bytes

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from kvtier.index.words import BlockKey
 from kvtier.tiers.contracts import Signal
+from kvtier.tiers.nvme.recovery import is_store
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tools.digests import parse_digest
 from kvtier.tools.errors import BadOption
@@ -122,7 +123,7 @@ def delete_namespace(store: Path, namespace: str) -> None:
 @contextmanager
 def _opened(store: Path, *, read_only: bool = False) -> Iterator[NvmeTier]:
     """The store, which must be there; a command that looks at one makes none."""
-    if not (store / "catalog").is_dir():
+    if not is_store(store):
         raise BadOption(f"{store}: there is no store here; check the path")
     tier = NvmeTier.open(store, capacity_bytes=ANY_CAPACITY, signal=Signal(), read_only=read_only)
     try:
@@ -142,7 +143,12 @@ def _date(seconds: float | None) -> str:
 
 
 def _show(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(*names, title=title)
+    table = Table(title=title)
+    for name in names:
+        table.add_column(name, no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    needed = sum(max(map(len, column)) + 3 for column in zip(names, *rows, strict=True)) + 1
+    console = Console()
+    console.width = max(console.width, needed)  # names are there to be copied, so none is cut
+    console.print(table)

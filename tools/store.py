@@ -1,6 +1,6 @@
 """`kvtier store`: what an operator says about the blocks of a store. Parses options only.
 
-Each command opens the store itself: no other process may own it meanwhile, listings excepted.
+Each command opens the store itself: no other process may own it meanwhile.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ import typer
 from kvtier.tools import options
 
 app = typer.Typer(
-    help="Pins, expiry and deletion in a store that no process owns now.", no_args_is_help=True
+    help="Namespaces, pins and deletion in a store that no process owns now.", no_args_is_help=True
 )
 
 Store = Annotated[Path, typer.Argument(metavar="STORE", help="Directory of the store.")]

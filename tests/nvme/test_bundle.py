@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from kvtier.index.words import BlockKey
-from kvtier.tiers.errors import BundleRefused, StoreInUse, StoreUnsupported
+from kvtier.tiers.errors import BundleRefused, StoreInUse, StoreOut, StoreUnsupported
 from kvtier.tiers.nvme.bundle_export import export_bundle
 from kvtier.tiers.nvme.bundle_plan import Selection
 from kvtier.tiers.nvme.bundle_reader import Bundle, Record, verify_bundle
 from kvtier.tiers.nvme.check import check_store
 from kvtier.tiers.nvme.record import PAGE
+from kvtier.tiers.nvme.tier import NvmeTier
 from tests.nvme.bundles import ALL, NONE, OTHER, bring, exported, grown, held, prefixes
 from tests.nvme.rig import NAMESPACE, Rig, branch, flip, segment_files
 
@@ -256,6 +257,22 @@ def test_a_pin_beyond_the_quota_is_told_and_costs_no_block(tmp_path: Path) -> No
         report = bring(bundle, rig, pin_label="gold")
         assert not report.ok and report.imported == 21
         assert 0 < report.pinned < 4 and any("quota" in line for line in report.problems)
+        assert held(rig, tree) == ALL
+
+
+def test_a_drive_that_gives_out_before_the_pins_is_told_and_costs_no_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree, bundle = grown(tmp_path / "a"), tmp_path / "b"
+    exported(tmp_path / "a", bundle)
+
+    def out(*_: object, **__: object) -> None:
+        raise StoreOut("left alone")
+
+    monkeypatch.setattr(NvmeTier, "pin", out)
+    with Rig(tmp_path / "c") as rig:
+        report = bring(bundle, rig, pin_label="gold")
+        assert report.pinned == report.refused == 0 and "left alone" in report.problems[0]
         assert held(rig, tree) == ALL
 
 

@@ -1,5 +1,6 @@
 """`check_store` sees what is wrong, in either direction, and tells it from what a crash leaves."""
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import lmdb
 import pytest
 
+from kvtier.tiers.nvme import tables
 from kvtier.tiers.nvme.check import check_store
 from kvtier.tiers.nvme.rows import (
     Counters,
@@ -130,3 +132,22 @@ def test_what_a_crash_leaves_is_left_over_and_not_a_problem(store: Path) -> None
         assert rig.landed(branch(7)) == 7
     report = check_store(store)
     assert report.ok and report.leftover_bytes == 0
+
+
+def test_a_check_reads_a_few_rows_a_record_however_many_hang_off_one_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Rig(tmp_path / "s") as rig:
+        root = branch(1)
+        rig.put(root)
+        for seed in range(1, 81):
+            rig.put(branch(1, seed, parent=root.keys[0]))
+    plain, read = tables.unseal, Counter[Table]()
+
+    def counting(table: Table, key: bytes, value: bytes) -> bytes:
+        read[table] += 1
+        return plain(table, key, value)
+
+    monkeypatch.setattr(tables, "unseal", counting)
+    assert check_store(tmp_path / "s").ok
+    assert read.total() < 20 * 81

@@ -10,6 +10,7 @@ from kvtier.tiers.errors import StoreInUse, StoreUnsupported
 from kvtier.tiers.nvme.check import check_store
 from kvtier.tiers.nvme.repair import rebuild_store, repair_store
 from kvtier.tiers.nvme.rows import Table
+from kvtier.tiers.nvme.settings import Geometry
 from tests.nvme.rig import NAMESPACE, Branch, Rig, branch, disk_takes, flip, segment_files
 
 PAGE = 4096
@@ -111,3 +112,12 @@ def test_a_store_in_use_or_none_is_not_mended(tmp_path: Path, store: Path) -> No
             mend(store)
         with pytest.raises(StoreUnsupported, match="no store here"):
             mend(tmp_path / "none")
+
+
+def test_every_block_that_a_long_repair_forgets_is_counted(tmp_path: Path) -> None:
+    with Rig(tmp_path / "s", geometry=Geometry(extent_bytes=1)) as rig:
+        rig.put(branch(70))
+    flip(segment_files(tmp_path / "s")[0], 40)
+    report = repair_store(tmp_path / "s")
+    assert report.after.ok and report.after.blocks == 0
+    assert report.forgotten_blocks == 70

@@ -1,6 +1,7 @@
 """`kvtier store`: what it lists, and that each order is carried out and does nothing else."""
 
 import os
+import shutil
 from io import StringIO
 from pathlib import Path
 
@@ -89,6 +90,29 @@ def test_a_deletion_that_is_not_confirmed_removes_nothing(
 def test_looking_makes_no_store(run: Run, tmp_path: Path, command: str) -> None:
     assert "no store here" in run("store", command, tmp_path / "none").complaint
     assert not (tmp_path / "none").exists()
+
+
+def test_listings_show_whole_names_however_narrow_the_terminal(run: Run, store: Path) -> None:
+    label = "l" * 64
+    run("store", "pin", store, *named(6), "--label", label)
+    assert NAMESPACE.hex() in run("store", "namespaces", store).out
+    said = run("store", "pins", store).out
+    assert label in said and NAMESPACE.hex() in said and TRUNK.keys[6].hex() in said
+
+
+@pytest.mark.parametrize("command", [["store", "pins"], ["export"], ["import"]])
+def test_a_store_without_its_catalogue_is_no_missing_store(
+    run: Run, store: Path, tmp_path: Path, command: list[str]
+) -> None:
+    places = [store]
+    if command != ["store", "pins"]:
+        bundle = tmp_path / "a.bundle"
+        places = [store, bundle] if command == ["export"] else [bundle, store]
+    if command == ["import"]:
+        assert run("export", store, bundle).code == 0
+    shutil.rmtree(store / "catalog")
+    said = run(*command, *places)
+    assert said.code == 2 and "--rebuild-catalogue" in said.complaint
 
 
 def test_a_store_in_use_is_said_so(run: Run, store: Path) -> None:

@@ -22,7 +22,9 @@ from kvtier.tiers.nvme.catalogue import Catalogue
 from kvtier.tiers.nvme.files import Files, read_whole
 from kvtier.tiers.nvme.lock import StoreLock
 from kvtier.tiers.nvme.reader import check_identity
+from kvtier.tiers.nvme.rebuild import CATALOGUE
 from kvtier.tiers.nvme.record import PAGE, RecordHeader, StoredBlock, decode_header
+from kvtier.tiers.nvme.recovery import is_store
 from kvtier.tiers.nvme.rows import Extent
 from kvtier.tiers.nvme.segments import Segments
 from kvtier.tiers.nvme.workers import Scratch
@@ -72,13 +74,13 @@ def export_bundle(
     catalogue cannot be opened or does not say where to begin. A damaged record, or row on the way
     on, is a line in `problems`.
     """
-    if not (store / "catalog").is_dir():
+    if not is_store(store):
         raise StoreUnsupported(f"{store}: there is no store here; check the path")
     scratch = Scratch()
     packer = Packer(codec, scratch.coder)
     lock = StoreLock(store, read_only=True)
     try:
-        catalogue = Catalogue.open(store / "catalog", read_only=True)
+        catalogue = Catalogue.open(store / CATALOGUE, read_only=True)
         try:
             namespaces = dict(_chosen(catalogue, selection))
             segments = Segments(store / "segments", Files(), _no_ids, read_only=True)

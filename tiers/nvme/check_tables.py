@@ -115,7 +115,7 @@ class TableCheck:
                 self.problems.append(f"block {key.hex()}: its row and its extent disagree")
         if extent.parent != ROOT_KEY:
             self._expected[Table.HEADS] += 1
-            if extent.id not in rows.heads(space, extent.parent):
+            if not rows.has_head(space, extent.parent, extent.id):
                 self.problems.append(f"record {extent.id:x}: its row in heads is missing")
             if not self._has(space, extent.parent):
                 self.problems.append(f"record {extent.id:x}: its parent is not in the store")

@@ -101,9 +101,11 @@ class _Mend:
         """Forget what is damaged, give back what is not used."""
         findings = examine(self._catalogue, self._segments.directory, self._progress)
         self.found += findings.report.problems
+        before = self._catalogue.counters().blocks
         for at in range(0, len(findings.damaged), _BATCH):
             self._change(Change(quarantine=findings.damaged[at : at + _BATCH]))
         self._give_back_gaps()
+        self.forgotten_blocks = before - self._catalogue.counters().blocks
 
     @property
     def _catalogue(self) -> Catalogue:
@@ -125,9 +127,7 @@ class _Mend:
         return StoreCorrupt(f"{self._path}: its tables disagree") if self.found else None
 
     def _change(self, change: Change) -> None:
-        outcome = self._catalogue.commit(change)
-        self.forgotten_blocks += outcome.num_quarantined
-        give_back(self._catalogue, self._segments, outcome)
+        give_back(self._catalogue, self._segments, self._catalogue.commit(change))
 
     def _give_back_gaps(self) -> None:
         """Free ranges of segments that hold data and no live block (beside what holes show)."""

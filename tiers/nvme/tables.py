@@ -101,6 +101,12 @@ class Rows:
                 for value in cursor.iternext_dup():
                     yield key_number(unseal(Table.HEADS, key, value))
 
+    def has_head(self, namespace_id: int, parent: bytes, id: int) -> bool:
+        """Whether extent `id` is one of them; however many there are, one look."""
+        key = block_row_key(namespace_id, parent)
+        with self._txn.cursor(db=self._tables[Table.HEADS]) as cursor:
+            return bool(cursor.set_key_dup(key, seal(Table.HEADS, key, number_key(id))))
+
     def head(self, namespace_id: int, parent: bytes) -> int | None:
         """One of them, or None if there is none."""
         body = self.get(Table.HEADS, block_row_key(namespace_id, parent))
