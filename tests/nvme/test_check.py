@@ -8,7 +8,6 @@ from typing import Any
 import lmdb
 import pytest
 
-from kvtier.tiers.nvme import tables
 from kvtier.tiers.nvme.check import check_store
 from kvtier.tiers.nvme.rows import (
     Counters,
@@ -22,6 +21,7 @@ from kvtier.tiers.nvme.rows import (
     number_key,
     pair_key,
     seal,
+    unseal,
 )
 from tests.nvme.rig import NAMESPACE, Rig, branch, segment_files
 
@@ -142,12 +142,12 @@ def test_a_check_reads_a_few_rows_a_record_however_many_hang_off_one_block(
         rig.put(root)
         for seed in range(1, 81):
             rig.put(branch(1, seed, parent=root.keys[0]))
-    plain, read = tables.unseal, Counter[Table]()
+    plain, read = unseal, Counter[Table]()
 
     def counting(table: Table, key: bytes, value: bytes) -> bytes:
         read[table] += 1
         return plain(table, key, value)
 
-    monkeypatch.setattr(tables, "unseal", counting)
+    monkeypatch.setattr("kvtier.tiers.nvme.tables.unseal", counting)
     assert check_store(tmp_path / "s").ok
     assert read.total() < 20 * 81
