@@ -119,6 +119,14 @@ class Flight:
     ) -> None:
         """These blocks' bytes are at the destination and verified. `checksums`: xxh3-64 of each."""
         with self._lock:
+            if isinstance(blocks, range) and self._is_pending(blocks):
+                where = slice(blocks.start, blocks.stop)
+                if checksums is not None:
+                    self.checksums[where] = checksums
+                self.sources[where] = [source] * len(blocks)
+                self.status[where] = LANDED
+                self._open -= len(blocks)
+                blocks = ()
             for position, block in enumerate(blocks):
                 if self.status[block] != PENDING:
                     continue
@@ -140,6 +148,9 @@ class Flight:
                     self._open -= 1
             self.error = self.error or error
         self._signal.notify()
+
+    def _is_pending(self, blocks: range) -> bool:
+        return blocks.step == 1 and not self.status[blocks.start : blocks.stop].any()
 
     def fail_rest(self, error: Exception | None = None) -> None:
         """Fail every block that is still pending."""

@@ -227,6 +227,11 @@ class ArrayPool(SlotPool):
         view: Bytes = self.array[slot]
         return view
 
+    def padded_run(self, slot: int, num_slots: int) -> Bytes:
+        """Neighbouring slots from `slot` on, in one piece, each with what lies behind its block."""
+        run: Bytes = self.array[slot : slot + num_slots].reshape(-1)
+        return run
+
     def _poison(self, slots: Slots) -> None:
         if self._debug:
             self.array[slots] = POISON

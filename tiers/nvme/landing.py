@@ -30,6 +30,7 @@ class Landing:
         self._lock = Lock()
         self._verified = np.zeros(len(flight), np.bool_)
         self._checksums = np.zeros(len(flight), np.uint64)
+        self._behind: dict[int, int] = {}
         self._frontier = 0
         self._limit = len(flight)
         self._reading: dict[int, int] = {}
@@ -60,12 +61,13 @@ class Landing:
             last = first + len(checksums)
             self._checksums[first:last] = checksums
             self._verified[first:last] = True
-            start = self._frontier
-            gaps = np.flatnonzero(~self._verified[start : self._limit])
-            self._frontier = start + int(gaps[0]) if len(gaps) else max(start, self._limit)
-            fresh = np.arange(start, self._frontier)
-            if len(fresh):
-                self.flight.land(fresh, self._checksums[fresh], TierId.NVME)
+            self._behind[first] = last
+            start = end = self._frontier
+            while end < self._limit and (stop := self._behind.pop(end, end)) > end:
+                end = min(stop, self._limit)
+            self._frontier = end
+            if end > start:
+                self.flight.land(range(start, end), self._checksums[start:end], TierId.NVME)
 
     def cut(self, block: int) -> None:
         """Nothing from `block` on will land."""

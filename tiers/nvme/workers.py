@@ -10,7 +10,7 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -37,12 +37,61 @@ class Scratch:
         return buffer[:nbytes]
 
 
+class Batch(Generic[T]):
+    """Jobs that begin as they are added and whose results are wanted together.
+
+    The loop is woken once, when the last has ended: a wake-up for each would cost the workers as
+    much of the interpreter's lock as the job itself. Belongs to the loop's thread, but for `_end`.
+    """
+
+    def __init__(self, workers: "Workers", call: Call, *, urgent: bool) -> None:
+        self._workers = workers
+        self._call = call
+        self._urgent = urgent
+        self._lock = threading.Lock()
+        self._results: list[T | BaseException | None] = []
+        self._left = 1  # until `results` is called
+        self._future: asyncio.Future[None] = workers.owed()
+
+    def add(self, job: Callable[[Scratch], T]) -> None:
+        """Run `job` on a worker."""
+        number = len(self._results)
+        self._results.append(None)
+        with self._lock:
+            self._left += 1
+
+        def run(scratch: Scratch) -> None:
+            began = self._workers.watch.began(self._call)
+            try:
+                self._results[number] = job(scratch)
+            except BaseException as error:  # noqa: BLE001 - goes to whoever awaits the batch
+                self._results[number] = error
+            finally:
+                self._workers.watch.ended(began)
+                self._end()
+
+        self._workers.enqueue(run, urgent=self._urgent)
+
+    async def results(self) -> list[T | BaseException | None]:
+        """What each job returned or raised, in the order of `add`. Add no more."""
+        self._end()
+        await self._future
+        return self._results
+
+    def _end(self) -> None:
+        with self._lock:
+            self._left -= 1
+            last = not self._left
+        if last:
+            self._workers.deliver(self._future, None)
+
+
 class Workers:
     """`threads` threads. `submit` belongs to the loop's thread; so do the futures."""
 
     def __init__(self, threads: int, loop: asyncio.AbstractEventLoop, watch: Watch) -> None:
         self._loop = loop
-        self._watch = watch
+        self.watch = watch
         self._executor = DaemonExecutor(threads, "kvtier-nvme-io")
         self._wake = threading.Condition()
         self._urgent: deque[Callable[[Scratch], None]] = deque()
@@ -59,23 +108,38 @@ class Workers:
 
         `call`: what the job does to the drive, for the watchdog, while it runs.
         """
-        future: asyncio.Future[T] = self._loop.create_future()
+        future: asyncio.Future[T] = self.owed()
 
         def run(scratch: Scratch) -> None:
             try:
-                with self._watch.during(call):
+                with self.watch.during(call):
                     result = job(scratch)
             except BaseException as error:  # noqa: BLE001 - goes to whoever awaits the job
-                self._loop.call_soon_threadsafe(_deliver, future, None, error)
+                self.deliver(future, None, error)
             else:
-                self._loop.call_soon_threadsafe(_deliver, future, result, None)
+                self.deliver(future, result)
 
+        self.enqueue(run, urgent=urgent)
+        return future
+
+    def owed(self) -> "asyncio.Future[Any]":
+        """A future that `drain` waits for and `deliver` settles."""
+        future: asyncio.Future[Any] = self._loop.create_future()
         self._pending.add(future)
         future.add_done_callback(self._pending.discard)
+        return future
+
+    def deliver(
+        self, future: "asyncio.Future[Any]", result: Any, error: BaseException | None = None
+    ) -> None:
+        """Settle a future from any thread."""
+        self._loop.call_soon_threadsafe(_settle, future, result, error)
+
+    def enqueue(self, run: Callable[[Scratch], None], *, urgent: bool) -> None:
+        """Have a worker call `run`, which must not raise."""
         with self._wake:
             (self._urgent if urgent else self._background).append(run)
             self._wake.notify()
-        return future
 
     async def drain(self) -> None:
         """Wait until every job has ended."""
@@ -102,7 +166,7 @@ class Workers:
             del run  # or the last job's memory lives as long as the thread is idle
 
 
-def _deliver(future: "asyncio.Future[Any]", result: Any, error: BaseException | None) -> None:
+def _settle(future: "asyncio.Future[Any]", result: Any, error: BaseException | None) -> None:
     if future.cancelled():
         return
     if error is None:
