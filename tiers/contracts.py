@@ -111,6 +111,11 @@ class Flight:
         """Blocks whose outcome `news` has not told yet."""
         return int(np.count_nonzero(~self._seen))
 
+    @property
+    def untold(self) -> npt.NDArray[np.intp]:
+        """The positions of those blocks."""
+        return np.flatnonzero(~self._seen)
+
     def land(
         self,
         blocks: Sequence[int] | npt.NDArray[np.integer],

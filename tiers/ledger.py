@@ -316,7 +316,9 @@ class Ledger:
                 # The level below does not take it: the next eviction drops it, and tries no more.
                 self._refused.update((move.src, int(block)) for block in ids)
             if move.slots is None:
-                self._doubt(move.ids[positions[0] :], move.src)
+                # Those behind that were told of before are unpinned, and may name others by now.
+                refused = np.union1d(positions, move.flight.untold)
+                self._doubt(move.ids[refused[refused >= positions[0]]], move.src)
         if move.slots is not None:
             self.free(move.dst, self.index.abort_fill(move.dst, ids))
         if move.src < len(self.pools):
