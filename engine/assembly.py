@@ -11,6 +11,8 @@ import torch
 
 from kvtier.engine.errors import BadSettings
 from kvtier.index.namespace import DTYPE_BYTES, BlockLayout
+from kvtier.index.policies import POLICIES
+from kvtier.index.words import TierId
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.contracts import Pool, Signal
 from kvtier.tiers.cuda import CudaDevice
@@ -34,12 +36,14 @@ class CacheSettings:
     `store`: a directory for the NVMe tier, bounded by `nvme_bytes`. `socket`: a sidecar that owns
     DRAM and NVMe, so that `dram_bytes`, `nvme_bytes` and `store` are its business, not ours.
     `dram_bytes` 0 leaves the DRAM tier out. `codec` ("raw", "zstd", "auto"): how the NVMe tier
-    stores blocks. `debug` poisons freed slots.
+    stores blocks. `hbm_policy`, `dram_policy`: which blocks leave first ("lru", "arc", "adaptive").
+    `debug` poisons freed slots.
 
     What has been in DRAM for `writeback_s` is written to the store in the background (None: never),
     until `write_budget_bytes` were written on a UTC day (None: `nvme_bytes`). Closing writes
     nothing more: flush what must outlive the process.
-    Raises `BadSettings` if `store` and `socket` are both given, or if a number is negative.
+    Raises `BadSettings` if `store` and `socket` are both given, if a number is negative, or for a
+    policy there is not.
     """
 
     hbm_bytes: int = 1 * GIB
@@ -51,9 +55,16 @@ class CacheSettings:
     block_size: int = 16
     writeback_s: float | None = WRITEBACK_S
     write_budget_bytes: int | None = None
+    hbm_policy: str = "lru"
+    dram_policy: str = "lru"
     debug: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("hbm_policy", "dram_policy"):
+            if getattr(self, name) not in POLICIES:
+                raise BadSettings(
+                    f"cache.{name}: {getattr(self, name)!r} given, want {', '.join(POLICIES)}"
+                )
         for name in ("writeback_s", "write_budget_bytes"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -115,7 +126,13 @@ def open_cache(settings: CacheSettings, layout: BlockLayout, device: str = "cpu"
         for each in stores:
             stack.callback(each.close)
         cache = TieredCache(
-            layout.block_size, pools, stores, mover, signal, writeback_s=settings.writeback_s
+            layout.block_size,
+            pools,
+            stores,
+            mover,
+            signal,
+            writeback_s=settings.writeback_s,
+            policies={TierId.HBM: settings.hbm_policy, TierId.DRAM: settings.dram_policy},
         )
         stack.callback(cache.close)
         stack.callback(Ticker(cache).close)

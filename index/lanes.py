@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.index.blocks import BlockTable
-from kvtier.index.policy import EvictionPolicy
+from kvtier.index.policy import EvictionPolicy, LeafLru
 from kvtier.index.tree import Node
 
 
@@ -21,6 +21,7 @@ class Lanes:
     def __init__(self, table: BlockTable, policies: Mapping[int, EvictionPolicy[Node]]) -> None:
         self.hint = table.num_columns
         self.policies = dict(policies)
+        self.attentive = any(not isinstance(p, LeafLru) for p in policies.values())
         self._table = table
 
     def flags(self, lane: int) -> npt.NDArray[np.uint8]:

@@ -31,9 +31,10 @@ class ColumnView(Protocol[N]):
         """Whether the column holds any of the node's own blocks."""
         ...
 
-    def tail(self, node: N, n: int) -> tuple[BlockIds, bool]:
+    def tail(self, node: N, n: int, keep: int = 0) -> tuple[BlockIds, bool]:
         """Up to `n` evictable blocks from the node's tail, deepest first; stops at the first block
-        that must stay. The flag: without these, the column holds none of the node's blocks."""
+        that must stay, and before the node's first `keep` blocks. The flag: without these, the
+        column holds none of the node's blocks."""
         ...
 
 
@@ -63,6 +64,10 @@ class EvictionPolicy(Protocol[N]):
 
     def cold(self, nodes: Iterable[N]) -> None:
         """These nodes, deepest first, should go before all others; nothing else hangs below."""
+        ...
+
+    def requested(self, marks: bytes) -> None:
+        """A request asks for the path with these `fingerprints`, whoever holds it."""
         ...
 
     def plan(self, n: int, view: ColumnView[N]) -> BlockIds:
@@ -107,23 +112,53 @@ class LeafLru(Generic[N]):
         for node in reversed(list(nodes)):
             self._order.move_to_end(node, last=False)
 
+    def requested(self, marks: bytes) -> None:
+        """Recency needs no more than `touched`."""
+
     def plan(self, n: int, view: ColumnView[N]) -> BlockIds:
         """Walk from the head. A node's tail may go once all that hung below it is in the plan."""
-        parts: list[BlockIds] = []
-        gone: dict[N, int] = {}  # children that would lead to nothing after this plan
+        harvest = Harvest(n, view)
+        self.offer(harvest)
+        return harvest.blocks
+
+    def offer(self, harvest: "Harvest[N]") -> None:
+        """Offer the leaves in order until the harvest is full."""
         for node in self._order:
-            if n <= 0:
+            if not harvest.missing:
+                return
+            harvest.offer(node)
+
+
+class Harvest(Generic[N]):
+    """The blocks of one plan while it is made. Offer nodes in the order in which they should go."""
+
+    def __init__(self, n: int, view: ColumnView[N]) -> None:
+        self.missing = n
+        self._view = view
+        self._parts: list[BlockIds] = []
+        self._taken: dict[N, int] = {}
+        self._gone: dict[N, int] = {}  # children that would lead to nothing after this plan
+
+    @property
+    def blocks(self) -> BlockIds:
+        """What was taken, in order."""
+        return np.concatenate(self._parts) if self._parts else np.empty(0, np.int32)
+
+    def offer(self, node: N, keep: int = 0) -> None:
+        """Take what may go from the node's tail, if all that hung below it is taken already."""
+        view, taken = self._view, self._taken.get(node, 0)
+        if view.twigs(node) != self._gone.get(node, 0):
+            return
+        blocks, emptied = view.tail(node, taken + self.missing, keep)
+        blocks = blocks[taken:]
+        if not len(blocks):
+            return
+        self._parts.append(blocks)
+        self._taken[node] = taken + len(blocks)
+        self.missing -= len(blocks)
+        above = view.parent(node) if emptied else None
+        while above is not None:
+            self._gone[above] = self._gone.get(above, 0) + 1
+            if view.holds(above) or self._gone[above] < view.twigs(above):
                 break
-            if view.twigs(node) != gone.get(node, 0):
-                continue
-            blocks, emptied = view.tail(node, n)
-            if len(blocks):
-                parts.append(blocks)
-                n -= len(blocks)
-            above = view.parent(node) if emptied else None
-            while above is not None:
-                gone[above] = gone.get(above, 0) + 1
-                if view.holds(above) or gone[above] < view.twigs(above):
-                    break
-                above = view.parent(above)
-        return np.concatenate(parts) if parts else np.empty(0, np.int32)
+            above = view.parent(above)

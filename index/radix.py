@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvtier.index.audit import audit
 from kvtier.index.blocks import BlockTable, IndexCorrupt
+from kvtier.index.ghosts import fingerprints
 from kvtier.index.lanes import Lanes
 from kvtier.index.policy import EvictionPolicy, LeafLru
 from kvtier.index.tree import Node, Tree
@@ -168,12 +169,23 @@ class RadixIndex:
         keys = block_keys(self.namespace_of(block), above, tokens, self.block_size)
         self._table.put_keys(tail, keys)
 
+    def request(self, namespace: bytes, tokens: Tokens) -> None:
+        """A request asks for these tokens: tell the policies, which may learn from what is not
+        here. Call it once a request, before its path is touched."""
+        if self._lanes.attentive:
+            marks = fingerprints(namespace, tokens, self.block_size)
+            for policy in self._lanes.policies.values():
+                policy.requested(marks)
+
     # ---- use -------------------------------------------------------------------------------------
 
     def touch(self, col: int, ids: BlockIds) -> None:
-        """Mark the path that ends with these blocks most recently used, in `col` and as a hint."""
+        """Mark the path that ends with these blocks most recently used, in `col` and as a hint.
+
+        A run of which only the head was used is cut there: its rest keeps its age.
+        """
         if len(ids):
-            self._lanes.touch(col, self._tree.owner(int(ids[-1])))
+            self._lanes.touch(col, self._tree.cut_below(int(ids[-1])))
 
     def touch_cold(self, col: int, ids: BlockIds) -> None:
         """Blocks just promoted enter at the cold end: they go first unless they are used again.

@@ -211,6 +211,12 @@ class Tree:
             parts.append(self._extend(node, rest) if grow else self._attach(node, rest))
         return np.concatenate(parts)
 
+    def cut_below(self, block: int) -> Node:
+        """The node that ends with `block`, made by a split if need be."""
+        node = self.owner(block)
+        at = int(self._table.depth[block]) - node.start + 1
+        return node if at == len(node.ids) else self._split(node, at)
+
     def _extend(self, node: Node, data: bytes) -> BlockIds:
         ids = self._table.new(
             len(data) // self.stride, node.number, int(node.ids[-1]), node.start + len(node.ids)

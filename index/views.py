@@ -44,14 +44,14 @@ class PoolView:
     def holds(self, node: Node) -> bool:
         return node.held[self._col] > 0
 
-    def tail(self, node: Node, n: int) -> tuple[BlockIds, bool]:
+    def tail(self, node: Node, n: int, keep: int = 0) -> tuple[BlockIds, bool]:
         ids = node.ids
         if self._pins[ids[-1]] and self._state[ids[-1]]:
             return NO_BLOCKS, False  # the usual reason to pass a node over, found cheaply
         end, window, wanted = len(ids), max(n, FIRST_WINDOW), n
         parts: list[BlockIds] = []
-        while end > 0 and wanted > 0:
-            begin = max(0, end - window)
+        while end > keep and wanted > 0:
+            begin = max(keep, end - window)
             run = ids[begin:end][::-1]
             state = self._state[run]
             resident = state == RESIDENT
@@ -65,7 +65,7 @@ class PoolView:
             if stopped:
                 break
             end, window = begin, 2 * window
-        found = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        found = np.concatenate(parts) if parts else NO_BLOCKS
         return found, len(found) == node.held[self._col]
 
 
@@ -84,7 +84,7 @@ class HintView:
     def holds(self, node: Node) -> bool:
         return True  # what lies above is looked at when its own turn comes
 
-    def tail(self, node: Node, n: int) -> tuple[BlockIds, bool]:
-        run = node.ids[::-1]
+    def tail(self, node: Node, n: int, keep: int = 0) -> tuple[BlockIds, bool]:
+        run = node.ids[keep:][::-1]
         taken, stopped = _take_tail(run, n, self._table.hints[run] > 0, self._table.busy[run] > 0)
         return taken, not stopped and len(taken) == int(np.count_nonzero(self._table.hints[run]))

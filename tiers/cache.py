@@ -14,13 +14,17 @@ Only methods with a `deadline` ever wait; deadlines are absolute values of `cloc
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from threading import RLock
+from types import MappingProxyType
 
 import numpy as np
 
+from kvtier.index.policies import make_policy
+from kvtier.index.policy import EvictionPolicy
 from kvtier.index.radix import RadixIndex
+from kvtier.index.tree import Node
 from kvtier.index.words import BlockIds, Residency, Slots, TierId, Tokens
 from kvtier.tiers.contracts import Checksums, Pool, Signal, Store
 from kvtier.tiers.errors import TierFull
@@ -59,6 +63,9 @@ class TieredCache:
 
     `writeback_s`: what has been in the last pool for so long is put into the store in the
     background (None: only when it has to leave). Off where HBM stands right above the store.
+
+    `policies` names the eviction policy of a pool's tier (`kvtier.index.policies`); leaf-LRU unless
+    it does.
     """
 
     def __init__(
@@ -72,6 +79,7 @@ class TieredCache:
         clock: Callable[[], float] = time.monotonic,
         eager_copy_down: bool | None = None,
         writeback_s: float | None = WRITEBACK_S,
+        policies: Mapping[TierId, str] = MappingProxyType({}),
     ) -> None:
         if not pools:
             raise ValueError("pools: a cache needs at least one")
@@ -83,7 +91,12 @@ class TieredCache:
         self._lock = RLock()
         store = stores[0] if stores else None
         columns = [pool.tier for pool in pools] + [s.tier for s in stores]
-        index = RadixIndex(block_size, columns, stores=[s.tier for s in stores])
+        slots = {pool.tier: pool.num_slots for pool in pools}
+
+        def policy(tier: TierId) -> EvictionPolicy[Node]:
+            return make_policy(policies.get(tier, "lru"), slots[tier], block_size)
+
+        index = RadixIndex(block_size, columns, stores=[s.tier for s in stores], policy=policy)
         eager = _is_eager(pools, store) if eager_copy_down is None else eager_copy_down
         self._ledger = Ledger(index, pools, store, mover, eager=eager and len(columns) > 1)
         self._index = index
@@ -132,6 +145,7 @@ class TieredCache:
         """
         with self._lock:
             self._advance()
+            self._index.request(namespace, tokens)
             known = prefetched.sources if prefetched is not None else ()
             load = Load(self._ledger, namespace, tokens[:limit], 0, known)
             lease = Lease(self, self._next_lease, namespace, load)

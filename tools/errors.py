@@ -21,3 +21,7 @@ class PrewarmIncomplete(KvtierError):
 
 class DemoFailed(KvtierError):
     """A step of the demo's script broke its own promise, or one of its processes failed."""
+
+
+class BadTrace(KvtierError):
+    """A request trace cannot be read, or a line of it makes no sense."""

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from kvtier.index.policies import make_policy
 from kvtier.index.policy import LeafLru
 from kvtier.index.words import BlockIds
 
@@ -27,7 +28,7 @@ class Letters:
     def holds(self, node: str) -> bool:
         return bool(self._blocks[node])
 
-    def tail(self, node: str, n: int) -> tuple[BlockIds, bool]:
+    def tail(self, node: str, n: int, keep: int = 0) -> tuple[BlockIds, bool]:
         own = self._blocks[node] if node not in self._stuck else []
         taken = np.array(own[::-1][:n], np.int32)
         return taken, len(taken) == len(self._blocks[node])
@@ -83,3 +84,8 @@ def test_touched_cold_removed_and_split_nodes_take_their_places() -> None:
     lru.removed("e")
     lru.split("x", "d")
     assert "".join(lru) == "cbdax"
+
+
+def test_an_unknown_policy_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"policy: 'mru' given, want one of lru, arc, adaptive"):
+        make_policy("mru", 10, 16)

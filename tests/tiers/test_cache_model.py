@@ -72,6 +72,7 @@ class CacheMachine(RuleBasedStateMachine):
         seed=st.integers(0, 2**16),
         eager=st.sampled_from([None, True, False]),
         writeback_s=st.sampled_from([None, None, 30.0, 0.0]),
+        policy=st.sampled_from(["lru", "lru", "arc", "adaptive"]),
     )
     def build(
         self,
@@ -79,6 +80,7 @@ class CacheMachine(RuleBasedStateMachine):
         seed: int,
         eager: bool | None,
         writeback_s: float | None,
+        policy: str,
     ) -> None:
         dram_slots, store_tier, capacity = shape
         self.broken: Callable[[str], bool] = lambda name: False
@@ -97,6 +99,7 @@ class CacheMachine(RuleBasedStateMachine):
             clock=self.device.clock,
             eager_copy_down=eager,
             writeback_s=writeback_s,
+            policies={pool.tier: policy for pool in pools},
         )
         self.writes_back = writeback_s is not None and dram_slots is not None
         self.store_forgets = capacity is not None

@@ -1,0 +1,50 @@
+"""The yardsticks of `bench.policy`, and its verdict."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.policy import RUNS, closed, shortfalls
+from bench.policy_references import belady, infinite
+from kvtier.index.words import Tokens
+
+CHAINS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=30)
+
+
+def chained(requests: list[list[int]]) -> list[Tokens]:
+    """Equal ids for equal prefixes."""
+    numbers: dict[tuple[int, ...], int] = {}
+    return [
+        np.array(
+            [numbers.setdefault(tuple(r[: i + 1]), len(numbers)) for i in range(len(r))], np.int32
+        )
+        for r in requests
+    ]
+
+
+@settings(deadline=None, max_examples=40, derandomize=True)  # greedy on a tree: no theorem
+@given(CHAINS, st.integers(5, 12))
+def test_nobody_hits_more_than_belady_and_belady_not_more_than_infinite(
+    requests: list[list[int]], capacity: int
+) -> None:
+    blocks = chained(requests)
+    best = belady(blocks, capacity)
+    assert best <= infinite(blocks)
+    assert belady(blocks, 1000) == infinite(blocks)
+    for policy in ("leaf-LRU", "ARC", "adaptive", "S3-FIFO", "GDSF"):
+        assert RUNS[policy](blocks, capacity) <= best, policy
+
+
+def test_a_cell_that_falls_short_is_named() -> None:
+    cells = {"leaf-LRU": 0.30, "ARC": 0.32, "adaptive": 0.305, "S3-FIFO": 0.2, "GDSF": 0.33}
+    grid = {("t", policy, 500): cells.get(policy, 0.5) for policy in RUNS}
+    assert shortfalls(grid, ["t"], [500]) == [
+        "t at 500: adaptive 0.3050, ARC 0.3200",
+        "t at 500: adaptive 0.3050, GDSF 0.3300",
+    ]
+    assert round(closed(grid, "t", 500), 3) == 0.025
+    conversation = {("mooncake_conversation", policy, 2000): 0.2 for policy in RUNS}
+    assert shortfalls(conversation, ["mooncake_conversation"], [2000]) == [
+        "mooncake_conversation at 2000: leaf-LRU 0.2000, published 0.058",
+        "mooncake_conversation at 2000: 0.0% closed, not 15%",
+    ]
