@@ -1,16 +1,19 @@
 """Errors of the drive are states: writes stop, reads go on, recovery is automatic."""
 
 import errno
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
 
 import pytest
 
+from kvtier.index.words import TierId
 from kvtier.tiers.contracts import FAILED, LANDED, Bytes
 from kvtier.tiers.errors import StoreOut
 from kvtier.tiers.nvme.catalogue import Catalogue, Change, Outcome
 from kvtier.tiers.nvme.check import check_store
+from kvtier.tiers.pool import ArrayPool
 from tests.nvme.faults import ERRORS, WRITE_CALLS, FaultyFiles, ForgetfulFiles
 from tests.nvme.rig import Rig, branch, disk_takes, num_landed
 
@@ -277,3 +280,29 @@ def test_one_record_that_cannot_be_read_does_not_take_the_drive_out(tmp_path: Pa
         assert rig.tier.statistics().state == "ok"
         files.arm(False)
         assert rig.landed(branch(3, 1)) == 3
+
+
+class Broken(ArrayPool):
+    """Workers cannot look at its slots, the first time they try."""
+
+    def __init__(self, num_slots: int, block_bytes: int) -> None:
+        super().__init__(TierId.DRAM, num_slots, block_bytes)
+        self.tried = Event()
+
+    def view(self, slot: int) -> Bytes:
+        if threading.current_thread() is not threading.main_thread() and not self.tried.is_set():
+            self.tried.set()
+            raise MemoryError("no memory for a view")
+        return super().view(slot)
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_what_breaks_on_a_worker_fails_its_put_and_leaks_nothing(
+    tmp_path: Path, codec: str
+) -> None:
+    with Rig(tmp_path / "s", codec=codec) as rig:
+        broken = rig.put(branch(4), pool=Broken(4, rig.block_bytes))
+        assert num_landed(broken) < 4 and isinstance(broken.error, MemoryError)
+        assert num_landed(rig.put(branch(4))) == 4
+        core = rig.tier._crew.core
+        assert core.reserved == core.freeing == 0 and not core.anchors

@@ -4,6 +4,7 @@ Knows pools, codecs and the record's format; not queues, groups or the account o
 functions run on a worker. The bytes in the slots do not change until the record has landed.
 """
 
+import logging
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -28,6 +29,8 @@ from kvtier.tiers.nvme.record import (
 from kvtier.tiers.nvme.rows import Extent
 from kvtier.tiers.nvme.segments import Segments
 from kvtier.tiers.nvme.workers import Scratch
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -136,7 +139,17 @@ def encode_record(record: Record, scratch: Scratch) -> ChecksumMismatch | None:
 
 
 def write_record(record: Record, segments: Segments, scratch: Scratch) -> Exception | None:
-    """Verify, checksum and write one record; returns what went wrong."""
+    """Verify, checksum and write one record; returns what went wrong, for its space is reserved and
+    whatever it is must not keep the group from giving that back."""
+    try:
+        return _try_to_write(record, segments, scratch)
+    except Exception as error:  # noqa: BLE001 - goes to the put's flights
+        if not isinstance(error, OSError):
+            _log.error("NVMe write broke", exc_info=error)
+        return error
+
+
+def _try_to_write(record: Record, segments: Segments, scratch: Scratch) -> Exception | None:
     if record.is_forsaken:
         return Forsaken("put: given up before it was written")
     mismatch = None if record.checksums else _take_checksums(record)
@@ -148,11 +161,8 @@ def write_record(record: Record, segments: Segments, scratch: Scratch) -> Except
     head = scratch.take("header", record.header_bytes)
     head[:] = np.frombuffer(encode_header(_header(record)), np.uint8)
     record.encoded = ()
-    try:
-        with segments.opened(record.segment) as fd:
-            write_whole(segments.files, fd, [head, *payload], record.offset)
-    except OSError as error:
-        return error
+    with segments.opened(record.segment) as fd:
+        write_whole(segments.files, fd, [head, *payload], record.offset)
     return None
 
 

@@ -68,6 +68,7 @@ class Writer:
         self._resting = asyncio.Event()
         self._unsyncable: dict[int, OSError] = {}
         self._closing = False
+        self._settling: asyncio.Task[None] | None = None
 
     def close(self) -> None:
         """Take no more; `run` returns once the queue is empty."""
@@ -178,14 +179,21 @@ class Writer:
                 self._queue.append(ancestor)
 
     async def run(self) -> None:
-        """Write groups until closed and empty."""
+        """Write groups until closed and empty. If that breaks, what is settling has settled."""
+        try:
+            await self._run()
+        finally:
+            if self._settling is not None:
+                await asyncio.wait([self._settling])
+                self._settling = None
+
+    async def _run(self) -> None:
         health = self._core.health
-        settling: asyncio.Task[None] | None = None
         while True:
             waiting = bool(self._queue or self._background)
-            if settling is not None and waiting and not health.admits_all:
-                await settling  # a probe's verdict is to be its own
-                settling = None
+            if self._settling is not None and waiting and not health.admits_all:
+                await self._settling  # a probe's verdict is to be its own
+                self._settling = None
             admission = health.admission() if waiting else Admission.NONE
             group = self._next_group(admission)
             if admission is Admission.ONE:
@@ -194,12 +202,12 @@ class Writer:
                 allocation = await self._admit(group)
                 if allocation is not None:
                     await self._write(allocation, group)
-                    if settling is not None:
-                        await settling
-                    settling = asyncio.create_task(self._settle(allocation, group))
-            elif settling is not None:
-                await settling
-                settling = None
+                    if self._settling is not None:
+                        await self._settling
+                    self._settling = asyncio.create_task(self._settle(allocation, group))
+            elif self._settling is not None:
+                await self._settling
+                self._settling = None
             elif self._closing:
                 self._resting.set()
                 return
