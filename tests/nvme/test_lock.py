@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread, active_count
 
 import pytest
 
@@ -147,3 +148,24 @@ def test_an_opening_that_fails_leaves_nothing_open(tmp_path: Path) -> None:
     assert files.fired and sorted(os.listdir("/proc/self/fd")) == before
     with Rig(killed) as rig:
         assert rig.landed(branch(3)) == 3
+
+
+def test_a_system_without_threads_to_spare_is_told_and_lets_the_store_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Rig(tmp_path / "s") as rig:
+        rig.put(branch(3))
+    plain, before = Thread.start, active_count()
+
+    def start(thread: Thread) -> None:
+        if thread.name == "kvtier-nvme-io_2":
+            raise RuntimeError("can't start new thread")
+        plain(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Thread, "start", start)
+        with pytest.raises(StoreUnsupported, match="fewer io_threads"):
+            Rig(tmp_path / "s")
+    with Rig(tmp_path / "s", io_threads=2) as rig:
+        assert rig.landed(branch(3)) == 3
+    assert active_count() <= before

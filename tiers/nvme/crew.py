@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from kvtier.tiers.contracts import Answer, Flight, Signal
-from kvtier.tiers.errors import StoreCorrupt, StoreOut
+from kvtier.tiers.errors import StoreCorrupt, StoreOut, StoreUnsupported
 from kvtier.tiers.nvme.budget import WriteBudget
 from kvtier.tiers.nvme.catalogue import Catalogue
 from kvtier.tiers.nvme.core import Core, Tally
@@ -52,7 +52,8 @@ class Parts:
 
 
 class Crew:
-    """Made when the store is open; everything is in place once the constructor returns.
+    """Made when the store is open; everything is in place once the constructor returns. Raises
+    `StoreUnsupported`, and lets go of the store, if the system gives it no threads.
 
     `core`, `reader`, `writer`, `custodian` and `renewal` belong to the loop: reach them by
     `bring_in` or `call_soon`. `health`, `watch`, `meter` and `budget` may be asked from any thread.
@@ -88,8 +89,14 @@ class Crew:
         self._thread = threading.Thread(
             target=self._live, args=(started,), name="kvtier-nvme", daemon=True
         )
+        self._failure: Exception | None = None
         self._thread.start()
         started.wait()
+        if self._failure is not None:
+            raise StoreUnsupported(
+                f"{parts.segments.directory.parent}: the store's threads cannot be started "
+                f"({self._failure}); raise the limit on processes, or take fewer io_threads"
+            ) from self._failure
 
     @property
     def closed(self) -> bool:
@@ -183,13 +190,19 @@ class Crew:
         """The thread's life, from opening to letting go."""
         try:
             asyncio.run(self._serve(started))
+        except RuntimeError as error:
+            if started.is_set():
+                raise
+            self._failure = error
         finally:
             self._watchdog.stop()
             with self._face:
                 self._face.wait_for(lambda: not self._visitors)
             self.segments.close()
-            self.core.catalogue.close()
+            owner = self.core if started.is_set() else self._parts
+            owner.catalogue.close()
             self._parts.lock.release()
+            started.set()
 
     async def _serve(self, started: threading.Event) -> None:
         self._loop = asyncio.get_running_loop()

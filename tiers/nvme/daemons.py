@@ -47,8 +47,8 @@ class DaemonExecutor(Executor):
             if not self._idle.acquire(blocking=False) and len(self._threads) < self._most:
                 name = f"{self._name}_{len(self._threads)}"
                 thread = threading.Thread(target=self._work, name=name, daemon=True)
-                self._threads.append(thread)
                 thread.start()
+                self._threads.append(thread)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

@@ -98,8 +98,12 @@ class Workers:
         self._background: deque[Callable[[Scratch], None]] = deque()
         self._pending: set[asyncio.Future[Any]] = set()
         self._closing = False
-        for _ in range(threads):
-            self._executor.submit(self._pull)
+        try:
+            for _ in range(threads):
+                self._executor.submit(self._pull)
+        except RuntimeError:  # the system gives no more
+            self.close()
+            raise
 
     def submit(
         self, job: Callable[[Scratch], T], call: Call, *, urgent: bool
