@@ -64,8 +64,9 @@ class Custody(ABC):
 
     All raise `StoreBusy` if that takes longer than `deadline_s` (the order stands nevertheless),
     `StoreUnsupported` on a tier that is closed or read-only, `StoreOut` while its drive is left
-    alone, and what the drive or the catalogue raised (`OSError`, `StoreCorrupt`); nothing was
-    changed then.
+    alone, and what the drive or the catalogue raised (`OSError`, `StoreCorrupt`). Nothing was
+    changed then; but a `forget` or `delete_namespace` that fails behind its first transaction
+    stands: nothing of it is served, and later transactions remove what is left.
     """
 
     @abstractmethod

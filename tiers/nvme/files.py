@@ -50,7 +50,8 @@ class Files:
         )
 
     def open(self, path: Path, *, create: bool = False, read_only: bool = False) -> int:
-        """A descriptor of one segment. `create` refuses a file that is there already.
+        """A descriptor of one segment. `create` makes it; with O_DIRECT a file that is there already
+        is refused.
 
         Where the file system refuses O_DIRECT, opens buffered, warns once and clears `direct`.
         """
