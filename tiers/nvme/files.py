@@ -50,8 +50,8 @@ class Files:
         )
 
     def open(self, path: Path, *, create: bool = False, read_only: bool = False) -> int:
-        """A descriptor of one segment. `create` makes it; with O_DIRECT a file that is there already
-        is refused.
+        """A descriptor of one segment. `create` makes it; past the page cache it refuses
+        one that is there already.
 
         Where the file system refuses O_DIRECT, opens buffered, warns once and clears `direct`.
         """
