@@ -511,9 +511,14 @@ class Ledger:
             self.lower_blocks(ancestors, col - 1)
 
     def missing_ancestors(self, run: BlockIds) -> BlockIds:
-        """Ancestors of `run` that the store lacks, root first."""
+        """Ancestors of `run` from the first that the store lacks on, root first.
+
+        A hint behind a gap (of a put that landed after its parent had left) is worth nothing, and
+        what is put has to be blocks in a row.
+        """
         above = self.index.path(int(run[0]))[:-1]
-        return above[self.lacks(self.store_col, above)]
+        lacking = self.lacks(self.store_col, above)
+        return above[int(np.argmax(lacking)) :] if lacking.any() else above[:0]
 
     def _mover(self) -> Mover:
         if self.mover is None:
