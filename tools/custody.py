@@ -2,13 +2,9 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
 
 from kvtier.index.words import BlockKey
 from kvtier.tiers.contracts import Signal
@@ -17,7 +13,9 @@ from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tools.digests import parse_digest
 from kvtier.tools.errors import BadOption
 from kvtier.tools.inspection import ANY_CAPACITY
+from kvtier.tools.listing import show_listing
 from kvtier.tools.sizes import format_size
+from kvtier.tools.times import format_moment, parse_duration, parse_moment
 
 # Removing a large namespace may take its time; nobody waits behind a command line.
 LONG_S = 3600.0
@@ -36,7 +34,7 @@ def list_namespaces(store: Path, *, as_json: bool) -> None:
         )
         for use in uses
     ]
-    _show(f"namespaces of {store}", ("namespace", "blocks", "bytes", "pinned"), rows)
+    show_listing(f"namespaces of {store}", ("namespace", "blocks", "bytes", "pinned"), rows)
     if as_json:
         named = [
             {
@@ -54,8 +52,17 @@ def list_pins(store: Path, *, as_json: bool) -> None:
     """Print every pin, by label."""
     with _opened(store, read_only=True) as tier:
         pins = sorted(tier.pins(), key=lambda pin: (pin.label, pin.namespace, pin.leaf))
-    rows = [(pin.label, pin.namespace.hex(), pin.leaf.hex(), _date(pin.expires_at)) for pin in pins]
-    _show(f"pins of {store}", ("label", "namespace", "prefix", "until"), rows)
+    rows = [
+        (
+            pin.label,
+            pin.namespace.hex(),
+            pin.leaf.hex(),
+            _date(pin.expires_at),
+            format_size(pin.nbytes),
+        )
+        for pin in pins
+    ]
+    show_listing(f"pins of {store}", ("label", "namespace", "prefix", "until", "bytes"), rows)
     if as_json:
         named = [
             {
@@ -63,16 +70,19 @@ def list_pins(store: Path, *, as_json: bool) -> None:
                 "namespace": pin.namespace.hex(),
                 "prefix": pin.leaf.hex(),
                 "expires_at": pin.expires_at,
+                "bytes": pin.nbytes,
             }
             for pin in pins
         ]
         print(json.dumps({"pins": named}))
 
 
-def pin_prefix(store: Path, namespace: str, prefix: str, label: str, hours: float | None) -> None:
+def pin_prefix(
+    store: Path, namespace: str, prefix: str, label: str, *, after: str | None, at: str | None
+) -> None:
     """Pin a prefix; its quota is the disk's. Raises what `NvmeTier.pin` raises."""
     digest, key = parse_digest(namespace, "--namespace"), _key(prefix)
-    until = None if hours is None else time.time() + 3600 * hours
+    until = _moment(("--expires-after", after), ("--expires-at", at))
     with _opened(store) as tier:
         tier.pin(digest, [key], label, until)
         pinned = tier.statistics().pinned_bytes
@@ -93,6 +103,21 @@ def lift_pins(store: Path, label: str, namespace: str | None, prefix: str | None
     if not lifted:
         raise BadOption(f"unpin: no such pin {label!r}; `kvtier store pins {store}` lists them")
     print(f"{lifted} pins lifted")
+
+
+def expire_branch(
+    store: Path, namespace: str, prefix: str, *, after: str | None, at: str | None
+) -> None:
+    """Give a branch its end. Raises `BadOption` if it is not there, or no end is named."""
+    digest, key = parse_digest(namespace, "--namespace"), _key(prefix)
+    until = _moment(("--after", after), ("--at", at))
+    if until is None:
+        raise BadOption("expire: no time; give --after (48h) or --at (2027-01-31T12:00Z)")
+    with _opened(store) as tier:
+        found = tier.expire(digest, [key], until)
+    if not found:
+        raise BadOption(f"expire: block {prefix} is not in {store}; check namespace and key")
+    print(f"expires at {format_moment(until)}, or earlier if that was said before")
 
 
 def forget_branch(store: Path, namespace: str, prefix: str) -> None:
@@ -136,19 +161,15 @@ def _key(text: str) -> BlockKey:
     return BlockKey(parse_digest(text, "--prefix"))
 
 
+def _moment(after: tuple[str, str | None], at: tuple[str, str | None]) -> float | None:
+    """When something ends, by at most one of two options, each its name and what was given."""
+    now = time.time()
+    if after[1] is not None and at[1] is not None:
+        raise BadOption(f"{after[0]} and {at[0]}: two times; give one of them")
+    if after[1] is not None:
+        return now + parse_duration(after[1], after[0])
+    return None if at[1] is None else parse_moment(at[1], at[0], now)
+
+
 def _date(seconds: float | None) -> str:
-    if seconds is None:
-        return "lifted"
-    return datetime.fromtimestamp(seconds, UTC).isoformat(" ", "seconds")
-
-
-def _show(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(title=title)
-    for name in names:
-        table.add_column(name, no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    needed = sum(max(map(len, column)) + 3 for column in zip(names, *rows, strict=True)) + 1
-    console = Console()
-    console.width = max(console.width, needed)  # names are there to be copied, so none is cut
-    console.print(table)
+    return "lifted" if seconds is None else format_moment(seconds)

@@ -11,7 +11,8 @@ import typer
 from kvtier.tools import options
 
 app = typer.Typer(
-    help="Namespaces, pins and deletion in a store that no process owns now.", no_args_is_help=True
+    help="Namespaces, pins, expiry and deletion in a store that no process owns now.",
+    no_args_is_help=True,
 )
 
 Store = Annotated[Path, typer.Argument(metavar="STORE", help="Directory of the store.")]
@@ -21,6 +22,10 @@ Namespace = Annotated[
 Prefix = Annotated[
     str, typer.Option("--prefix", metavar="KEYHEX", help="Key of the prefix's last block.")
 ]
+FirstToGo = Annotated[
+    str, typer.Option("--prefix", metavar="KEYHEX", help="Key of the first block to go.")
+]
+FORM = "90s, 30m, 48h or 7d"
 Label = Annotated[str, typer.Option("--label", metavar="L", help="Name of the pin.")]
 
 
@@ -46,14 +51,19 @@ def pin(
     namespace: Namespace,
     prefix: Prefix,
     label: Label,
-    hours: Annotated[
-        float | None, typer.Option("--hours", min=0, help="Lift it after so long (default: never).")
+    after: Annotated[
+        str | None,
+        typer.Option("--expires-after", metavar="DURATION", help=f"Lift it after so long: {FORM}."),
+    ] = None,
+    at: Annotated[
+        str | None,
+        typer.Option("--expires-at", metavar="ISO", help="Lift it then: 2027-01-31T12:00Z."),
     ] = None,
 ) -> None:
-    """Hold a prefix (a block and all before it) against eviction."""
+    """Hold a prefix (a block and all before it) against eviction, until it is lifted."""
     from kvtier.tools.custody import pin_prefix
 
-    pin_prefix(store, namespace, prefix, label, hours)
+    pin_prefix(store, namespace, prefix, label, after=after, at=at)
 
 
 @app.command()
@@ -74,12 +84,29 @@ def unpin(
 
 
 @app.command()
+def expire(
+    store: Store,
+    namespace: Namespace,
+    prefix: FirstToGo,
+    after: Annotated[
+        str | None,
+        typer.Option("--after", metavar="DURATION", help=f"So long from now: {FORM}."),
+    ] = None,
+    at: Annotated[
+        str | None, typer.Option("--at", metavar="ISO", help="At that moment: 2027-01-31T12:00Z.")
+    ] = None,
+) -> None:
+    """Serve a block and all that follows it, pinned or not, no longer than that."""
+    from kvtier.tools.custody import expire_branch
+
+    expire_branch(store, namespace, prefix, after=after, at=at)
+
+
+@app.command()
 def forget(
     store: Store,
     namespace: Namespace,
-    prefix: Annotated[
-        str, typer.Option("--prefix", metavar="KEYHEX", help="Key of the first block to go.")
-    ],
+    prefix: FirstToGo,
 ) -> None:
     """Remove a block and all that follows it, pinned or not."""
     from kvtier.tools.custody import forget_branch

@@ -314,7 +314,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         return outcome
 
     def take_over_pins(self, change: Change, lifting: bool) -> None:
-        names = {(name.leaf, name.label) for _, name, _ in self.catalogue.pins()}
+        names = {(name.leaf, name.label) for _, name, _, _ in self.catalogue.pins()}
         for (at, label), until in list(self.pins.items()):
             gone = at not in self.blocks
             if gone or (self.blocks[at].key, label) not in names:

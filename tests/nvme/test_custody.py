@@ -56,8 +56,8 @@ def test_a_pin_holds_a_path_against_eviction_and_not_what_hangs_off_it(
         rig.tier.pin(NAMESPACE, trunk.keys[: leaf + 1], "keep")
         pressed(rig)
         assert rig.landed(trunk) == leaf + 1
-        assert rig.tier.pins() == [PinInfo(NAMESPACE, trunk.keys[leaf], "keep", None)]
         held = (leaf // 3 + 1) * 4096 + (leaf + 1) * 8192
+        assert rig.tier.pins() == [PinInfo(NAMESPACE, trunk.keys[leaf], "keep", None, held)]
         assert rig.tier.statistics().pinned_bytes == held
         assert rig.tier.namespaces()[0].pinned_bytes == held
     assert check_store(tmp_path / "s").ok
@@ -126,7 +126,7 @@ def test_a_pin_ends_at_its_time_and_a_second_word_moves_it(tmp_path: Path) -> No
         rig.put(trunk)
         rig.tier.pin(NAMESPACE, trunk.keys, "x", expires_at=1010.0)
         rig.tier.pin(NAMESPACE, trunk.keys, "x", expires_at=1020.5)
-        assert rig.tier.pins() == [PinInfo(NAMESPACE, trunk.keys[2], "x", 1020.5)]
+        assert rig.tier.pins() == [PinInfo(NAMESPACE, trunk.keys[2], "x", 1020.5, RECORD)]
         clock.seconds = 1015.0
         pressed(rig)
         assert rig.lookup(trunk) == 3
@@ -326,10 +326,9 @@ def test_what_was_said_is_kept_by_a_kill(tmp_path: Path) -> None:
         shutil.copytree(tmp_path / "s", tmp_path / "killed")
     (tmp_path / "killed" / "owner").write_text("")
     with Rig(tmp_path / "killed", clock=clock) as rig:
-        assert rig.tier.pins() == [PinInfo(NAMESPACE, trunk.keys[3], "x", 2000.0)]
-        assert rig.tier.namespaces() == [
-            NamespaceUse(NAMESPACE, 9, 3 * RECORD, 2 * 4096 + 4 * 8192)
-        ]
+        held = 2 * 4096 + 4 * 8192
+        assert rig.tier.pins() == [PinInfo(NAMESPACE, trunk.keys[3], "x", 2000.0, held)]
+        assert rig.tier.namespaces() == [NamespaceUse(NAMESPACE, 9, 3 * RECORD, held)]
         clock.seconds = 1500.0
         assert rig.lookup(trunk) == 6
     assert check_store(tmp_path / "killed").ok

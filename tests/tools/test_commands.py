@@ -41,6 +41,35 @@ def test_prewarmed_documents_are_hits_on_nvme_and_never_computed_again(
     assert run("check", store).code == 0
 
 
+def test_a_prewarmed_document_is_pinned_exported_and_forgotten_by_what_prewarm_prints(
+    run: Run, documents: Path, tiny: Path, tmp_path: Path
+) -> None:
+    store, bundle = tmp_path / "store", tmp_path / "b"
+    first = run("prewarm", documents, "--model", tiny, "--store", store, *SMALL, "--json")
+    rows = first.summary["stored"]
+    assert [Path(row["document"]).stem for row in rows] == [
+        "alpha",
+        "bravo",
+        "charlie",
+        "delta",
+        "echo",
+    ]
+    assert prewarm(run, documents, tiny, "--store", store)["stored"] == rows
+    row = rows[3]
+    assert all(row[name] in first.out for name in ("document", "namespace", "prefix"))
+    name = ["--namespace", row["namespace"], "--prefix", row["prefix"]]
+    assert run("store", "pin", store, *name, "--label", "d").code == 0
+    (pin,) = run("store", "pins", store, "--json").summary["pins"]
+    assert (pin["label"], pin["prefix"], pin["expires_at"]) == ("d", row["prefix"], None)
+    assert pin["namespace"] == row["namespace"]
+    (use,) = run("store", "namespaces", store, "--json").summary["namespaces"]
+    assert pin["bytes"] == use["pinned_bytes"]
+    assert run("store", "unpin", store, *name, "--label", "d").code == 0
+    assert run("store", "pins", store, "--json").summary["pins"] == []
+    assert run("export", store, bundle, *name, "--json").summary["blocks"] == row["blocks"]
+    assert "1 blocks removed" in run("store", "forget", store, *name).out
+
+
 def test_a_salt_shares_nothing(run: Run, documents: Path, tiny: Path, tmp_path: Path) -> None:
     place = ["--store", tmp_path / "store"]
     prewarm(run, documents, tiny, *place)

@@ -23,6 +23,7 @@ class SetTarget:
     block_size: int = 3
     block_bytes: int = 100
     capacity_bytes: int | None = None
+    namespace: bytes = NAMESPACE
     room: int = 10**9
     stored: set[bytes] = field(default_factory=set)
     prefilled: list[int] = field(default_factory=list)
@@ -95,6 +96,8 @@ def test_every_whole_block_is_stored_and_counted_once(tmp_path: Path, step: int)
     assert (summary.blocks_written, summary.bytes_written) == (5, 500)
     assert len(target.stored) == 5
     assert watcher.tokens == watcher.total == 15
+    assert [(each.document, each.blocks) for each in summary.stored] == [("0", 3), ("1", 2)]
+    assert {each.leaf for each in summary.stored} < target.stored
 
 
 def test_a_finished_document_is_never_computed_again(tmp_path: Path) -> None:
@@ -132,6 +135,7 @@ def test_a_store_that_refuses_ends_the_run_and_keeps_what_it_has(tmp_path: Path)
     assert (summary.computed, summary.failed, summary.not_started) == (1, 1, 1)
     assert len(target.stored) == 3
     assert "took 1 of 2 blocks" in summary.problems[0]
+    assert [each.document for each in summary.stored] == ["0"]
     assert len(watcher.outcomes) == 2
 
 
@@ -162,3 +166,4 @@ def test_a_document_evicted_by_later_ones_is_reported(tmp_path: Path) -> None:
     summary, _ = run(Forgetful(), write(tmp_path, "abcdef", "uvwxyz"))
     assert (summary.computed, summary.failed) == (2, 1)
     assert "evicted again" in summary.problems[0]
+    assert [each.document for each in summary.stored] == ["1"]

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import time
+from datetime import datetime
 from io import StringIO
 from pathlib import Path
 
@@ -54,18 +56,57 @@ def test_namespaces_are_listed_with_what_they_hold(run: Run, store: Path) -> Non
 
 def test_a_pin_is_listed_until_it_is_lifted(run: Run, store: Path) -> None:
     assert run("store", "pin", store, *named(4), "--label", "a").code == 0
-    assert run("store", "pin", store, *named(6), "--label", "a", "--hours", "2").code == 0
+    assert run("store", "pin", store, *named(6), "--label", "a", "--expires-after", "2h").code == 0
     assert run("store", "pin", store, *named(2), "--label", "b").code == 0
     pins = run("store", "pins", store, "--json").summary["pins"]
     assert [(pin["label"], pin["prefix"]) for pin in pins] == sorted(
         ("b" if i == 2 else "a", TRUNK.keys[i].hex()) for i in (2, 4, 6)
     )
     assert [pin["expires_at"] is None for pin in pins].count(False) == 1
+    bytes_of = {pin["prefix"]: pin["bytes"] for pin in pins}
+    assert bytes_of[TRUNK.keys[4].hex()] == 2 * 4096 + 5 * 8192
     assert run("store", "unpin", store, *named(2), "--label", "b").code == 0
     assert "2 pins lifted" in run("store", "unpin", store, "--label", "a").out
     assert run("store", "pins", store, "--json").summary["pins"] == []
     assert "no such pin" in run("store", "unpin", store, "--label", "a").complaint
     assert check_store(store).ok
+
+
+def test_an_expiry_takes_what_follows_and_an_earlier_word_stands(run: Run, store: Path) -> None:
+    assert run("store", "expire", store, *named(3), "--after", "36h").code == 0
+    assert run("store", "expire", store, *named(3), "--at", "9999-01-31T12:00Z").code == 0
+    strange = ["--namespace", NAMESPACE.hex(), "--prefix", LIMB.keys[0].hex()]
+    assert "not in" in run("store", "expire", store, *strange, "--after", "1h").complaint
+    now = [time.time() + 35 * 3600]
+    with Rig(store, clock=lambda: now[0]) as rig:
+        assert rig.lookup(TRUNK) == 7
+        now[0] += 2 * 3600
+        assert rig.lookup(TRUNK) == 3
+    assert check_store(store).ok
+
+
+def test_a_pin_ends_when_it_was_said_to(run: Run, store: Path) -> None:
+    at = "2999-01-31T12:00+02:00"
+    assert run("store", "pin", store, *named(2), "--label", "a", "--expires-at", at).code == 0
+    (pin,) = run("store", "pins", store, "--json").summary["pins"]
+    assert pin["expires_at"] == datetime.fromisoformat(at).timestamp()
+    assert "2999-01-31 10:00:00+00:00" in run("store", "pins", store).out
+
+
+@pytest.mark.parametrize("command", ["expire", "pin"])
+def test_a_time_that_makes_no_sense_changes_nothing(run: Run, store: Path, command: str) -> None:
+    options = ["--after", "--at"] if command == "expire" else ["--expires-after", "--expires-at"]
+    order = ["store", command, store, *named(3), *(["--label", "a"] if command == "pin" else [])]
+    both = run(*order, options[0], "1h", options[1], "2999-01-01T00:00Z")
+    assert "give one of them" in both.complaint
+    assert f"{options[0]}: '1 hour' is no" in run(*order, options[0], "1 hour").complaint
+    assert f"{options[1]}: '2999-01-01' is no" in run(*order, options[1], "2999-01-01").complaint
+    assert "over already" in run(*order, options[1], "2001-01-01T00:00Z").complaint
+    if command == "expire":
+        assert "give --after" in run(*order).complaint
+    assert run("store", "pins", store, "--json").summary["pins"] == []
+    with Rig(store, clock=lambda: time.time() + 1e10) as rig:
+        assert rig.lookup(TRUNK) == 7
 
 
 def test_forget_removes_what_follows_and_delete_a_namespace(run: Run, store: Path) -> None:

@@ -20,7 +20,7 @@ from kvtier.tiers.errors import StoreCorrupt, StoreInUse, StoreUnsupported, Stor
 from kvtier.tiers.nvme.edits import CONDEMNED, Edit
 from kvtier.tiers.nvme.orders import DeleteNamespace, Order, UnpinLabel, obey
 from kvtier.tiers.nvme.pages import audit_pages
-from kvtier.tiers.nvme.pins import PinName
+from kvtier.tiers.nvme.pins import PinName, path_bytes
 from kvtier.tiers.nvme.record import FORMAT_VERSION
 from kvtier.tiers.nvme.rows import (
     CURE,
@@ -237,16 +237,21 @@ class Catalogue:
             due = rows.first(Table.DUE)
         return None if due is None else key_due(due[0])[0]
 
-    def pins(self) -> list[tuple[bytes, PinName, PinRow]]:
-        """`(namespace digest, name, row)` of every pin."""
+    def pins(self) -> list[tuple[bytes, PinName, PinRow, int]]:
+        """`(namespace digest, name, row, bytes of its path)` of every pin."""
+        found = []
         with self.reading() as rows:
-            table = rows.scan(Table.PINS)
-            digests = {
-                key_namespace(key): decode_namespace(body).digest
-                for key, body in rows.scan(Table.NAMESPACES)
-            }
-        names = ((PinName(*key_pin(key)), decode_pin(body)) for key, body in table)
-        return [(digests[name.namespace_id], name, row) for name, row in names]
+            for key, body in rows.scan(Table.PINS):
+                name = PinName(*key_pin(key))
+                namespace = rows.get(Table.NAMESPACES, namespace_key(name.namespace_id))
+                if namespace is None:
+                    raise StoreCorrupt(
+                        f"catalogue: pin {name.label!r} is of namespace {name.namespace_id}, which "
+                        f"has no row; {CURE}"
+                    )
+                digest = decode_namespace(namespace).digest
+                found.append((digest, name, decode_pin(body), path_bytes(rows, name)))
+        return found
 
     def begin_epoch(self, after: int = 0) -> int:
         """Count this opening and forget namespaces that hold nothing; returns the epoch (from 1).

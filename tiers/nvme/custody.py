@@ -51,12 +51,14 @@ class NamespaceUse:
 
 @dataclass(frozen=True)
 class PinInfo:
-    """One pin: the block whose path it holds, and until when (seconds; None: until lifted)."""
+    """One pin: the block whose path it holds, until when (seconds; None: until lifted), and how
+    many bytes that path takes, headers included and whoever else holds them too."""
 
     namespace: bytes
     leaf: BlockKey
     label: str
     expires_at: float | None
+    nbytes: int
 
 
 class Custody(ABC):
@@ -149,8 +151,14 @@ class Custody(ABC):
     def pins(self) -> list[PinInfo]:
         """Every pin that has not been lifted."""
         return [
-            PinInfo(digest, name.leaf, name.label, row.expires_at / 1e6 if row.expires_at else None)
-            for digest, name, row in self._read(Catalogue.pins)
+            PinInfo(
+                digest,
+                name.leaf,
+                name.label,
+                row.expires_at / 1e6 if row.expires_at else None,
+                nbytes,
+            )
+            for digest, name, row, nbytes in self._read(Catalogue.pins)
         ]
 
     def namespaces(self) -> list[NamespaceUse]:

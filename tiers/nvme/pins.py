@@ -50,6 +50,12 @@ def path(rows: Rows, namespace_id: int, leaf: BlockKey) -> Iterator[tuple[Extent
         key = extent.parent
 
 
+def path_bytes(rows: Rows, name: PinName) -> int:
+    """How many bytes a pin holds, whoever else holds them too."""
+    extents = path(rows, name.namespace_id, name.leaf)
+    return sum(extent.end(count) - extent.offset for extent, count in extents)
+
+
 def wanted_bytes(rows: Rows, name: PinName) -> int:
     """How many bytes a pin would hold that no pin holds yet."""
     return sum(

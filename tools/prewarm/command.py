@@ -16,6 +16,7 @@ from kvtier.index.namespace import BlockLayout
 from kvtier.tools.documents import Document, find_documents
 from kvtier.tools.engine import open_llm
 from kvtier.tools.errors import BadDocument, PrewarmIncomplete
+from kvtier.tools.listing import show_listing
 from kvtier.tools.options import Tiers
 from kvtier.tools.prewarm.job import PrewarmJob, Summary, refuse_too_much
 from kvtier.tools.prewarm.progress import TerminalWatcher
@@ -91,3 +92,8 @@ def _show(summary: Summary) -> None:
     for name, value in rows.items():
         table.add_row(name, value)
     Console().print(table)
+    rows_stored = [
+        (each.document, each.namespace.hex(), each.leaf.hex()) for each in summary.stored
+    ]
+    if rows_stored:
+        show_listing("in the store", ("document", "namespace", "prefix"), rows_stored)

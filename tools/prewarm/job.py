@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 from kvtier.index.errors import KvtierError
-from kvtier.index.words import ROOT_KEY, Tokens, block_keys
+from kvtier.index.words import ROOT_KEY, BlockKey, Tokens, block_keys
 from kvtier.tools.documents import Document
 from kvtier.tools.errors import PrewarmIncomplete
 from kvtier.tools.sizes import format_size
@@ -29,6 +29,11 @@ class Target(Protocol):
     @property
     def capacity_bytes(self) -> int | None:
         """The most the store may hold, where this process decides it."""
+        ...
+
+    @property
+    def namespace(self) -> bytes:
+        """The digest that the store keeps its blocks under."""
         ...
 
     def prefix(self, text: str) -> Tokens:
@@ -58,8 +63,21 @@ class Watcher(Protocol):
 
 
 @dataclass(frozen=True)
+class StoredPrefix:
+    """A document that is in the store whole: what pins, exports and deletions name it by."""
+
+    document: str
+    namespace: bytes
+    leaf: BlockKey
+    blocks: int
+
+
+@dataclass(frozen=True)
 class Summary:
-    """What a run did. `tokens_skipped` were stored before; `bytes_written` counts KV bytes."""
+    """What a run did. `tokens_skipped` were stored before; `bytes_written` counts KV bytes.
+
+    `stored` has every document that was found whole in the store, whoever put it there.
+    """
 
     documents: int = 0
     computed: int = 0
@@ -74,9 +92,19 @@ class Summary:
     seconds: float = 0.0
     tokens_per_s: float = 0.0
     problems: tuple[str, ...] = ()
+    stored: tuple[StoredPrefix, ...] = ()
 
     def as_json(self) -> dict[str, object]:
-        return asdict(self)
+        stored = [
+            {
+                "document": each.document,
+                "namespace": each.namespace.hex(),
+                "prefix": each.leaf.hex(),
+                "blocks": each.blocks,
+            }
+            for each in self.stored
+        ]
+        return asdict(self) | {"stored": stored}
 
 
 class StoreRefused(PrewarmIncomplete):
@@ -101,6 +129,7 @@ class PrewarmJob:
     _counts: dict[str, int] = field(default_factory=dict)
     _problems: list[str] = field(default_factory=list)
     _failed: set[str] = field(default_factory=set)
+    _whole: set[str] = field(default_factory=set)
 
     def run(self, documents: Sequence[Document]) -> Summary:
         """Store every document; return what was done. Problems are in the summary, not raised.
@@ -109,7 +138,8 @@ class PrewarmJob:
         run. Raises `PrewarmIncomplete` before any work if the store cannot hold what is asked.
         """
         started = self.clock()
-        self._counts, self._problems, self._failed = {}, [], set()
+        self._counts, self._problems = {}, []
+        self._failed, self._whole = set(), set()
         self.watcher.started(len(documents))
         items = self._plan(documents)
         refuse_too_much([item.tokens for item in items], self.target)
@@ -126,6 +156,7 @@ class PrewarmJob:
                 self._fail(item.document, error)
         else:
             self._recount(items)
+        stored = tuple(self._prefix(item) for item in items if item.document.id in self._whole)
         seconds = self.clock() - started
         computed = self._counts.get("tokens_computed", 0)
         return Summary(
@@ -134,6 +165,7 @@ class PrewarmJob:
             seconds=round(seconds, 3),
             tokens_per_s=round(computed / seconds, 1) if seconds > 0 else 0.0,
             problems=tuple(self._problems),
+            stored=stored,
             **self._counts,
         )
 
@@ -173,6 +205,7 @@ class PrewarmJob:
                 )
             self.watcher.advanced(end - done)
             done = end
+        self._whole.add(item.document.id)
         self._count("tokens_skipped", len(item.tokens) - computed)
         if held == len(item.tokens):
             self._count("already_there", 1)
@@ -192,12 +225,18 @@ class PrewarmJob:
                     PrewarmIncomplete("evicted again by later documents; raise --nvme"),
                 )
 
+    def _prefix(self, item: _Item) -> StoredPrefix:
+        namespace = self.target.namespace
+        keys = block_keys(namespace, ROOT_KEY, item.tokens, self.target.block_size)
+        return StoredPrefix(item.document.id, namespace, keys[-1], len(keys))
+
     def _count(self, name: str, n: int) -> None:
         self._counts[name] = self._counts.get(name, 0) + n
 
     def _fail(self, document: Document, error: KvtierError) -> None:
         self._count("failed", 1)
         self._failed.add(document.id)
+        self._whole.discard(document.id)
         self._problems.append(f"{document.id}: {error}")
         self.watcher.finished(document, f"failed: {error}")
 

@@ -17,6 +17,7 @@ class EngineTarget:
         self.capacity_bytes = capacity_bytes
         self.block_size = llm.layout.block_size
         self.block_bytes = llm.layout.nbytes
+        self.namespace = llm.namespace().digest
 
     def prefix(self, text: str) -> Tokens:
         """Raises `BadDocument` if the model could not take it with a question behind it."""
