@@ -1,6 +1,7 @@
 """The order of writing, publishing, deleting and punching, as the file layer sees it."""
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,11 @@ import pytest
 from kvtier.index.words import TierId
 from kvtier.tiers.contracts import Bytes, Flight
 from kvtier.tiers.nvme.catalogue import Catalogue, Change, Outcome
+from kvtier.tiers.nvme.record import PAGE
+from kvtier.tiers.nvme.settings import Geometry
 from kvtier.tiers.pool import ArrayPool
-from tests.nvme.faults import RecordingFiles
-from tests.nvme.rig import Rig, branch, num_landed
+from tests.nvme.faults import HangingFiles, RecordingFiles
+from tests.nvme.rig import NAMESPACE, Rig, branch, num_landed
 
 
 def record_commits(files: RecordingFiles, patch: pytest.MonkeyPatch) -> None:
@@ -87,14 +90,55 @@ def test_bytes_are_punched_only_after_their_rows_are_deleted(
     with Rig(tmp_path / "s", files=files, capacity_bytes=160 << 10) as rig:
         for seed in range(9):
             rig.put(branch(5, seed))
-    deleted: set[tuple[str, int, int]] = set()
+    deleted: set[tuple[str, int]] = set()
     punched = [line[1:] for line in files.log if line[0] == "punch" and line[1] != "probe"]
     assert len(punched) > 3
     for call, name, offset, length in files.log:
+        pages = {(name, at) for at in range(offset, offset + length, PAGE)}
         if call == "delete":
-            deleted.add((name, offset, length))
+            deleted |= pages
         elif call == "punch" and name != "probe":
-            assert (name, offset, length) in deleted
+            assert pages <= deleted
+
+
+def test_neighbouring_ranges_are_given_back_in_one_call(tmp_path: Path) -> None:
+    files = RecordingFiles()
+    with Rig(tmp_path / "s", files=files, geometry=Geometry(extent_bytes=1)) as rig:
+        rig.put(branch(12))
+        files.log.clear()
+        assert rig.tier.delete_namespace(NAMESPACE) == 12
+        assert num_landed(rig.put(branch(1))) == 1
+        assert rig.tier.statistics().used_bytes == 8192 + PAGE
+    punched = [line for line in files.log if line[0] == "punch"]
+    assert len(punched) == 1 and punched[0][3] == 12 * (8192 + PAGE)
+
+
+class Witness(HangingFiles):
+    """Says when a write begins after the hung call."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__(call)
+        self.written = threading.Event()
+
+    def pwritev(self, fd: int, buffers: Sequence[Bytes], offset: int) -> int:
+        if self.entered.is_set():
+            self.written.set()
+        return super().pwritev(fd, buffers, offset)
+
+
+def test_a_put_begins_while_the_one_before_it_is_synced(tmp_path: Path) -> None:
+    files = Witness("fdatasync")
+    with Rig(tmp_path / "s", files=files) as rig:
+        files.arm()
+        first = rig.begin_put(branch(3))
+        assert files.entered.wait(30)
+        second = rig.begin_put(branch(3, 1))
+        assert files.written.wait(20)
+        assert not first.done
+        files.release()
+        rig.settle(first)
+        rig.settle(second)
+        assert num_landed(first) == num_landed(second) == 3
 
 
 class Taken(ArrayPool):

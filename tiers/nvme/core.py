@@ -11,7 +11,7 @@ that nothing is locked; blocking work goes to the workers or to the catalogue's 
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -206,16 +206,17 @@ class Core:
             ready = [f for f in self._waiting if f.whole_file is whole_files and self._idle(f)]
             taken = set(ready)
             self._waiting = [freed for freed in self._waiting if freed not in taken]
-            jobs = [partial(_reclaim, self.segments, freed) for freed in ready]
+            holes = _holes(ready)
+            jobs = [partial(_reclaim, self.segments, ranges) for ranges in holes]
             punched = (self.workers.submit(job, Call.SPACE, urgent=True) for job in jobs)
             errors = await asyncio.gather(*punched)
-            for freed, error in zip(ready, errors, strict=True):
+            for ranges, error in zip(holes, errors, strict=True):
                 if error is None:
-                    self.freeing -= freed.length
-                    self._punched.append(freed)
+                    self.freeing -= sum(freed.length for freed in ranges)
+                    self._punched += ranges
                 else:
                     self.health.count(error)  # its bytes stay counted, so nothing need stop
-                    self._waiting.append(freed)
+                    self._waiting += ranges
 
     async def close(self, *, save: bool) -> None:
         """Save what is known of last uses; then end the catalogue's thread."""
@@ -259,9 +260,23 @@ class Core:
         return () if failed else punched
 
 
-def _reclaim(segments: Segments, freed: Freed, _: Scratch) -> OSError | None:
+def _holes(freed: Sequence[Freed]) -> list[list[Freed]]:
+    """What follows each other in a segment, together: one call gives it all back."""
+    holes: list[list[Freed]] = []
+    for each in sorted(freed, key=lambda freed: (freed.segment, freed.offset)):
+        last = holes[-1][-1] if holes else None
+        follows = last is not None and last.segment == each.segment
+        if last is not None and follows and last.offset + last.length == each.offset:
+            holes[-1].append(each)
+        else:
+            holes.append([each])
+    return holes
+
+
+def _reclaim(segments: Segments, ranges: Sequence[Freed], _: Scratch) -> OSError | None:
+    first, nbytes = ranges[0], sum(freed.length for freed in ranges)
     try:
-        segments.reclaim(freed)
+        segments.reclaim(replace(first, length=nbytes))
     except OSError as error:
         return error
     return None

@@ -37,7 +37,7 @@ from kvtier.tiers.nvme.workers import Scratch
 
 _log = logging.getLogger(__name__)
 
-RUN_BYTES = 4 << 20
+RUN_BYTES = 8 << 20
 """About what one read brings: long enough for the drive, short enough to land early."""
 
 _MIN_RUN_BYTES = 512 << 10

@@ -30,10 +30,10 @@ from kvtier.tiers.nvme.tables import Span
 from kvtier.tiers.nvme.watch import Call
 from kvtier.tiers.nvme.workers import Scratch
 
-EXTENT_BYTES = 4 << 20
+EXTENT_BYTES = 8 << 20
 """About what one record holds; no more than `EXTENT_BLOCKS` blocks, at least one."""
 
-GROUP_BYTES = 64 << 20
+GROUP_BYTES = 128 << 20
 """About what one fdatasync and one commit cover."""
 
 EXTENT_BLOCKS = 52
@@ -206,8 +206,7 @@ class Writer:
                         await self._settling
                     self._settling = asyncio.create_task(self._settle(allocation, group))
             elif self._settling is not None:
-                await self._settling
-                self._settling = None
+                await self._settled_or_woken()
             elif self._closing:
                 self._resting.set()
                 return
@@ -216,6 +215,19 @@ class Writer:
                 self._resting.set()
                 await self._wake.wait()
                 self._resting.clear()
+
+    async def _settled_or_woken(self) -> None:
+        """Wait until the last group has settled, or another can begin meanwhile."""
+        assert self._settling is not None
+        self._wake.clear()
+        woken = asyncio.ensure_future(self._wake.wait())
+        try:
+            await asyncio.wait([self._settling, woken], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            woken.cancel()
+        if self._settling.done():
+            await self._settling
+            self._settling = None
 
     async def rest(self) -> None:
         """Wait until nothing is queued or under way. New puts must be refused meanwhile."""
