@@ -13,7 +13,18 @@ from kvtier.tiers.nvme.bundle_reader import Bundle, Record, verify_bundle
 from kvtier.tiers.nvme.check import check_store
 from kvtier.tiers.nvme.record import PAGE
 from kvtier.tiers.nvme.tier import NvmeTier
-from tests.nvme.bundles import ALL, NONE, OTHER, bring, exported, grown, held, prefixes
+from tests.nvme.bundles import (
+    ALL,
+    NONE,
+    OTHER,
+    Killed,
+    KilledFiles,
+    bring,
+    exported,
+    grown,
+    held,
+    prefixes,
+)
 from tests.nvme.rig import NAMESPACE, Rig, branch, flip, segment_files
 
 
@@ -99,6 +110,26 @@ def test_what_is_not_in_the_store_is_reported_and_the_rest_goes(tmp_path: Path) 
     foreign = Selection(frozenset({NAMESPACE}), (tree.foreign.keys[0],))
     report = export_bundle(tmp_path / "a", tmp_path / "c", foreign)
     assert report.missing == (tree.foreign.keys[0].hex(),) and report.blocks == 0
+
+
+def test_an_export_of_nothing_leaves_no_file_and_says_what_was_asked_for(tmp_path: Path) -> None:
+    tree = grown(tmp_path / "a")
+    nothing = Selection(frozenset({OTHER}), (tree.limb.keys[3],), ("gold",))
+    report = export_bundle(tmp_path / "a", tmp_path / "b", nothing)
+    assert not report.ok and (report.records, report.file_bytes) == (0, 0)
+    asked = f"namespace {OTHER.hex()}, prefix {tree.limb.keys[3].hex()}, label 'gold'"
+    assert report.problems == (f"no bundle was made: no sound block matched {asked}",)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_an_export_of_nothing_keeps_what_a_killed_one_left(tmp_path: Path) -> None:
+    grown(tmp_path / "a")
+    with pytest.raises(Killed):
+        export_bundle(tmp_path / "a", tmp_path / "b", files=KilledFiles(3, 0.0))
+    left = (tmp_path / "b.part").read_bytes()
+    export_bundle(tmp_path / "a", tmp_path / "b", prefixes(BlockKey(b"?" * 32)))
+    assert (tmp_path / "b.part").read_bytes() == left
+    assert exported(tmp_path / "a", tmp_path / "b").resumed > 0
 
 
 def test_blocks_that_are_there_are_not_written_again(tmp_path: Path) -> None:

@@ -348,6 +348,19 @@ def test_a_verb_is_refused_where_it_cannot_be_carried_out(tmp_path: Path) -> Non
         rig.tier.pins()
 
 
+@pytest.mark.parametrize(
+    ("verb", "last"), [("pin", ("x",)), ("unpin", ("x",)), ("expire", (1.0,)), ("forget", ())]
+)
+def test_a_verb_without_keys_names_itself_and_changes_nothing(
+    tmp_path: Path, verb: str, last: tuple[object, ...]
+) -> None:
+    with Rig(tmp_path / "s") as rig:
+        rig.put(branch(3))
+        with pytest.raises(ValueError, match=f"^{verb}: keys are empty; name"):
+            getattr(rig.tier, verb)(NAMESPACE, [], *last)
+        assert rig.lookup(branch(3)) == 3 and rig.tier.pins() == []
+
+
 def test_a_verb_past_its_deadline_says_so_and_is_carried_out_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from kvtier.tiers.errors import StoreOut
+from kvtier.tiers.errors import StoreCorrupt, StoreOut
 from kvtier.tiers.nvme.catalogue import Catalogue
 from kvtier.tiers.nvme.check import check_store
 from kvtier.tiers.nvme.files import Files
-from kvtier.tiers.nvme.rebuild import UNFINISHED
-from kvtier.tiers.nvme.rows import Table, block_row_key, encode_block
+from kvtier.tiers.nvme.rebuild import CATALOGUE, UNFINISHED
+from kvtier.tiers.nvme.rows import Table, block_row_key, encode_block, namespace_key
 from tests.nvme.faults import HangingFiles
-from tests.nvme.rig import Branch, Rig, branch, disk_takes, flip, num_landed
+from tests.nvme.rig import NAMESPACE, Branch, Rig, branch, disk_takes, flip, num_landed
 
 
 def rot(store: Path, key: bytes) -> None:
@@ -103,6 +103,23 @@ def test_a_block_whose_row_and_extent_disagree_is_damage(tmp_path: Path) -> None
         wait_for(rig, "ok")
         assert rig.landed(blocks) == 3
     assert check_store(store).ok
+
+
+def test_a_pin_of_a_namespace_without_a_row_is_damage(tmp_path: Path) -> None:
+    store, blocks = tmp_path / "s", branch(3)
+    with Rig(store) as rig:
+        rig.put(blocks)
+        rig.tier.pin(NAMESPACE, blocks.keys, "x")
+    catalogue = Catalogue.open(store / CATALOGUE, read_only=False)
+    with catalogue._writing() as edit:
+        edit.drop(Table.NAMESPACES, namespace_key(1))
+    catalogue.close()
+    with Rig(store) as rig:
+        with pytest.raises(StoreCorrupt, match="pin 'x' is of namespace 1, which has no row"):
+            rig.tier.pins()
+        wait_for(rig, "ok")
+        assert rig.tier.statistics().rebuilds == 1
+        assert rig.landed(blocks) == 3
 
 
 class Slow(Files):

@@ -7,10 +7,11 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from kvtier.index.words import BlockKey, TierId
-from kvtier.tiers.contracts import FAILED, LANDED
+from kvtier.tiers.contracts import FAILED, LANDED, Signal
 from kvtier.tiers.nvme.check import check_store
 from kvtier.tiers.nvme.custody import NamespaceUse
 from kvtier.tiers.nvme.settings import Geometry
+from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.pool import ArrayPool
 from tests.nvme.rig import NAMESPACE, Rig, branch, num_landed, segment_files
 from tests.prf import block_bytes
@@ -260,3 +261,9 @@ def test_however_many_segments_are_written_few_files_stay_open(tmp_path: Path) -
         links = [entry for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
         open_now = [link for link in links if link.resolve().suffix == ".seg"]
         assert 0 < len(open_now) < 150
+
+
+def test_a_tier_without_threads_is_refused_and_makes_no_store(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="^io_threads: 0 .*give at least 1"):
+        NvmeTier.open(tmp_path / "s", capacity_bytes=1 << 20, signal=Signal(), io_threads=0)
+    assert not (tmp_path / "s").exists()

@@ -56,6 +56,7 @@ def test_parts_are_chosen_by_namespace_and_by_prefix(run: Run, store: Path, tmp_
 def test_what_was_left_out_makes_the_exit_code_1(run: Run, store: Path, tmp_path: Path) -> None:
     said = run("export", store, tmp_path / "b", "--label", "gold", "--json")
     assert said.code == 1 and said.summary["missing"] == ["gold"]
+    assert "no sound block matched label 'gold'" in said.out and not (tmp_path / "b").exists()
     run("export", store, tmp_path / "c")
     said = run("import", tmp_path / "c", tmp_path / "small", "--nvme", "40KiB", "--json")
     assert said.code == 1 and said.summary["refused"] + said.summary["imported"] == 21

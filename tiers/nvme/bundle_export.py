@@ -34,7 +34,8 @@ from kvtier.tiers.nvme.workers import Scratch
 class ExportReport:
     """What an export wrote. `nbytes` are decoded bytes; `resumed` records were there from an
     earlier run; `damaged` blocks of the store were left out, as was all that hangs off them;
-    `missing` namespaces and prefixes (hex) and labels are not in the store."""
+    `missing` namespaces and prefixes (hex) and labels are not in the store. Where
+    something was named and nothing of it is there, no bundle is made, and `problems` says so."""
 
     records: int
     blocks: int
@@ -142,12 +143,17 @@ class _Export:
                 self._problems.add(str(error))
             if self._progress is not None:
                 self._progress(self._blocks + self._damaged, plan.num_blocks)
-        part.finish()
+        made = bool(part.contents.records) or plan.selection == EVERYTHING
+        if made:
+            part.finish()
+        else:
+            part.discard()
+            self._problems.add(f"no bundle was made: no sound block matched {plan.selection}")
         return ExportReport(
             part.contents.records,
             self._blocks,
             self._nbytes,
-            part.end,
+            part.end if made else 0,
             part.resumed,
             self._damaged,
             tuple(plan.missing),

@@ -113,6 +113,15 @@ class Part:
         except OSError as error:
             raise self._failed(error) from error
 
+    def discard(self) -> None:
+        """Give up a bundle that got no record; what an earlier export left of one stays."""
+        if self._next is not None:
+            return
+        try:
+            self._files.unlink(self._path)
+        except OSError as error:
+            raise self._failed(error) from error
+
     def _refuse_to_replace(self) -> None:
         if self._destination.exists() and not self._force:
             raise BundleRefused(

@@ -31,6 +31,14 @@ class Selection:
     prefixes: tuple[BlockKey, ...] = ()
     labels: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        named = [
+            *(f"namespace {digest.hex()}" for digest in sorted(self.namespaces)),
+            *(f"prefix {key.hex()}" for key in self.prefixes),
+            *(f"label {label!r}" for label in self.labels),
+        ]
+        return ", ".join(named) or "everything"
+
 
 EVERYTHING = Selection()
 
@@ -43,6 +51,7 @@ class Plan:
     ) -> None:
         self._rows = rows
         self._now = now
+        self.selection = selection
         self.namespaces = namespaces
         self.missing = sorted(d.hex() for d in selection.namespaces - set(namespaces.values()))
         self.num_blocks = 0

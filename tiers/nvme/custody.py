@@ -66,9 +66,10 @@ class Custody(ABC):
 
     All raise `StoreBusy` if that takes longer than `deadline_s` (the order stands nevertheless),
     `StoreUnsupported` on a tier that is closed or read-only, `StoreOut` while its drive is left
-    alone, and what the drive or the catalogue raised (`OSError`, `StoreCorrupt`). Nothing was
-    changed then; but a `forget` or `delete_namespace` that fails behind its first transaction
-    stands: nothing of it is served, and later transactions remove what is left.
+    alone, `ValueError` where `keys` are empty, and what the drive or the catalogue raised
+    (`OSError`, `StoreCorrupt`). Nothing was changed then; but a `forget` or `delete_namespace` that
+    fails behind its first transaction stands: nothing of it is served, and later transactions
+    remove what is left.
     """
 
     @abstractmethod
@@ -101,7 +102,8 @@ class Custody(ABC):
         if not _is_label(label):
             raise PinRefused(f"pin {label!r}: a label has 1 to {LABEL_BYTES} bytes; take another")
         until = 0 if expires_at is None else max(1, _microseconds(expires_at))
-        self._obey(Pin(namespace, keys[-1], label, until, self.pin_quota_bytes), deadline_s)
+        leaf = _named("pin", keys)[-1]
+        self._obey(Pin(namespace, leaf, label, until, self.pin_quota_bytes), deadline_s)
 
     def unpin(
         self,
@@ -112,7 +114,8 @@ class Custody(ABC):
         deadline_s: float = DEADLINE_S,
     ) -> bool:
         """Lift the pin of the last of `keys` with that label; False if there is none."""
-        return _is_label(label) and bool(self._obey(Unpin(namespace, keys[-1], label), deadline_s))
+        leaf = _named("unpin", keys)[-1]
+        return _is_label(label) and bool(self._obey(Unpin(namespace, leaf, label), deadline_s))
 
     def unpin_label(self, label: str, *, deadline_s: float = DEADLINE_S) -> int:
         """Lift every pin with that label, in all namespaces; returns how many there were."""
@@ -131,14 +134,16 @@ class Custody(ABC):
         An expiry is never put off: the earliest that was said of a block counts. It overrides
         pins. False if the first of `keys` is not there.
         """
-        order = Expire(namespace, keys[0], max(FORGOTTEN, _microseconds(at)))
+        first = _named("expire", keys)[0]
+        order = Expire(namespace, first, max(FORGOTTEN, _microseconds(at)))
         return bool(self._obey(order, deadline_s))
 
     def forget(
         self, namespace: bytes, keys: Sequence[BlockKey], *, deadline_s: float = DEADLINE_S
     ) -> bool:
         """Remove `keys` and what hangs off them now; pins too. False if the first is not there."""
-        return bool(self._obey(Expire(namespace, keys[0], FORGOTTEN), deadline_s))
+        first = _named("forget", keys)[0]
+        return bool(self._obey(Expire(namespace, first, FORGOTTEN), deadline_s))
 
     def delete_namespace(self, namespace: bytes, *, deadline_s: float = DEADLINE_S) -> int:
         """Remove a namespace, pins included; returns how many blocks it had.
@@ -255,6 +260,12 @@ async def _either(event: asyncio.Event, wait_s: float) -> None:
         await asyncio.wait_for(event.wait(), wait_s)
     except TimeoutError:
         return
+
+
+def _named(verb: str, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+    if not keys:
+        raise ValueError(f"{verb}: keys are empty; name at least one block")
+    return keys
 
 
 def _microseconds(seconds: float) -> int:

@@ -95,8 +95,10 @@ class NvmeTier(Custody):
         written on a UTC day, background puts are refused until the next. All puts count.
 
         Raises `StoreInUse`, `StoreVersion`, `StoreUnsupported` (a full disk too),
-        `CapacityTooSmall`, `StoreCorrupt`, `CodecUnknown`.
+        `CapacityTooSmall`, `StoreCorrupt`, `CodecUnknown`, `ValueError` without an I/O thread.
         """
+        if io_threads < 1:
+            raise ValueError(f"io_threads: {io_threads} read and write nothing; give at least 1")
         policy = CodecPolicy(codec, element_bytes)
         if capacity_bytes < 2 * PAGE:
             raise CapacityTooSmall(
