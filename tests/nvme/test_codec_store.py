@@ -107,6 +107,35 @@ def test_a_codec_that_there_is_not_is_named_and_costs_only_who_asks(tmp_path: Pa
         assert num_landed(rig.put(branch(3))) == 3
 
 
+@pytest.mark.parametrize(("codec", "position"), [("zstd", 5), ("zstd", 0), ("auto", 2)])
+def test_a_record_that_cannot_be_encoded_fails_alone_with_what_hangs_off_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    codec: str,
+    position: int,
+) -> None:
+    encode, broken, others = Coder.encode, branch(9), branch(9, 1)
+    kept = position - position % 3  # three blocks a record
+    bad = number_bytes(broken.keys[position], 5000)
+
+    def fail(self: Coder, block: Bytes, planes: int) -> bytes | None:
+        if block.tobytes() == bytes(bad):
+            raise MemoryError("no room for a context")
+        return encode(self, block, planes)
+
+    monkeypatch.setattr(Coder, "encode", fail)
+    with zstd(tmp_path / "s", codec=codec) as rig:
+        flight = rig.put(broken)
+        assert [int(status) for status in flight.status] == [LANDED] * kept + [FAILED] * (9 - kept)
+        assert isinstance(flight.error, MemoryError) and "NVMe encoding broke" in caplog.text
+        assert num_landed(rig.put(others)) == rig.landed(others) == 9
+        monkeypatch.setattr(Coder, "encode", encode)
+        assert num_landed(rig.put(broken)) == rig.landed(broken) == 9
+    report = check_store(tmp_path / "s")
+    assert report.ok and report.leftover_bytes == 0
+
+
 def test_the_size_of_elements_may_be_learnt_after_opening(tmp_path: Path) -> None:
     with zstd(tmp_path / "s", block_bytes=90112, element_bytes=1) as rig:
         rig.put(branch(4))

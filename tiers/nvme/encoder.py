@@ -5,6 +5,7 @@ segment and no queue.
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from functools import partial
 
@@ -12,6 +13,8 @@ from kvtier.tiers.nvme.outgoing import Record, encode_record, sample_block
 from kvtier.tiers.nvme.pace import Meter
 from kvtier.tiers.nvme.watch import Call
 from kvtier.tiers.nvme.workers import Workers
+
+_log = logging.getLogger(__name__)
 
 
 class Encoder:
@@ -27,7 +30,8 @@ class Encoder:
     async def encode(self, group: Sequence[Record]) -> None:
         """Encode what is to be, so that exactly what will be stored can be reserved.
 
-        A record whose bytes changed gets an `error`; the others may be written.
+        A record whose bytes changed, or that cannot be encoded, gets an `error`; the others may
+        be written.
         """
         meter = self._meter
         raw = [r for r in group if r.policy.codec == "auto" and not meter.pays(r.namespace)]
@@ -36,12 +40,17 @@ class Encoder:
             if self._unsampled_bytes > self._sample_bytes or not meter.knows(record.namespace):
                 self._unsampled_bytes = 0
                 job = partial(sample_block, record)
-                sample = await self._workers.submit(job, Call.WRITE, urgent=False)
+                try:
+                    sample = await self._workers.submit(job, Call.WRITE, urgent=False)
+                except Exception as error:  # noqa: BLE001 - goes to the put's flights
+                    _log.error("NVMe encoding broke", exc_info=error)
+                    record.error = error
+                    continue
                 meter.sampled(record.namespace, sample)
         chosen = [r for r in group if r.policy.codec != "raw" and r not in raw]
         jobs = [partial(encode_record, record) for record in chosen]
         futures = [self._workers.submit(job, Call.WRITE, urgent=False) for job in jobs]
-        for record, error in zip(chosen, await asyncio.gather(*futures), strict=True):
-            record.error = error
-            if error is None:
+        for record, failure in zip(chosen, await asyncio.gather(*futures), strict=True):
+            record.error = failure
+            if failure is None:
                 meter.encoded(record.namespace, record.sizes, record.pool.block_bytes)

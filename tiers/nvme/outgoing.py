@@ -123,9 +123,17 @@ def sample_block(record: Record, scratch: Scratch) -> Sample:
     return Sample(padded(size) / padded(len(encoded)), size / (perf_counter() - begin))
 
 
-def encode_record(record: Record, scratch: Scratch) -> ChecksumMismatch | None:
+def encode_record(record: Record, scratch: Scratch) -> Exception | None:
     """Verify and encode the record's blocks, each where that is worthwhile. `sizes` are then what
-    will be stored."""
+    will be stored. Returns what went wrong: whatever it is, it is this record's alone."""
+    try:
+        return _try_to_encode(record, scratch)
+    except Exception as error:  # noqa: BLE001 - goes to the put's flights
+        _log.error("NVMe encoding broke", exc_info=error)
+        return error
+
+
+def _try_to_encode(record: Record, scratch: Scratch) -> ChecksumMismatch | None:
     error = _take_checksums(record)
     if error is None:
         planes = record.policy.element_bytes
