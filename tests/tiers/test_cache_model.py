@@ -255,6 +255,7 @@ class CacheMachine(RuleBasedStateMachine):
 TestCache = CacheMachine.TestCase
 TestCache.settings = settings(
     max_examples=120,
+    derandomize=True,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
