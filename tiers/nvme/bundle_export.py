@@ -8,25 +8,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from xxhash import xxh3_64_intdigest
-
 from kvtier.index.words import BlockKey
 from kvtier.tiers.contracts import Bytes
 from kvtier.tiers.errors import RecordRefused, StoreCorrupt, StoreUnsupported, StoreVersion
-from kvtier.tiers.nvme.bundle import MAX_BLOCK_BYTES, MAX_HEADER_BYTES, check_names
+from kvtier.tiers.nvme.bundle import MAX_BLOCK_BYTES, MAX_HEADER_BYTES
 from kvtier.tiers.nvme.bundle_packing import Packer
 from kvtier.tiers.nvme.bundle_part import Part
 from kvtier.tiers.nvme.bundle_plan import EVERYTHING, Plan, Selection
 from kvtier.tiers.nvme.bundle_reader import Problems
 from kvtier.tiers.nvme.catalogue import Catalogue
-from kvtier.tiers.nvme.files import Files, read_whole
+from kvtier.tiers.nvme.files import Files
 from kvtier.tiers.nvme.lock import StoreLock
-from kvtier.tiers.nvme.reader import check_identity
 from kvtier.tiers.nvme.rebuild import CATALOGUE
-from kvtier.tiers.nvme.record import PAGE, RecordHeader, StoredBlock, decode_header
+from kvtier.tiers.nvme.record import RecordHeader, StoredBlock
 from kvtier.tiers.nvme.recovery import is_store
 from kvtier.tiers.nvme.rows import Extent
 from kvtier.tiers.nvme.segments import Segments
+from kvtier.tiers.nvme.verify import read_record, sound_block
 from kvtier.tiers.nvme.workers import Scratch
 
 
@@ -195,25 +193,19 @@ class _Export:
         namespace = self._plan.namespaces[extent.namespace_id]
         raw = self._scratch.take("record", extent.starts[count] - extent.offset)
         with self._segments.opened(extent.segment) as fd:
-            read_whole(self._segments.files, fd, [raw], extent.offset)
-        header = decode_header(raw[: extent.header_pages * PAGE].tobytes())
-        check_identity(header, extent, namespace)
-        check_names(header)
+            header = read_record(self._segments.files, fd, extent, namespace, raw)
         if header.block_bytes > MAX_BLOCK_BYTES or header.header_bytes > MAX_HEADER_BYTES:
             raise RecordRefused("its blocks or its header are larger than a bundle takes")
         rows: list[StoredBlock] = []
         pieces: list[Bytes] = []
-        for row, offset in zip(header.blocks[:count], header.offsets, strict=False):
-            stored = raw[offset : offset + row.stored_bytes]
+        for position in range(count):
             try:
-                block = self._scratch.coder.decoded(row.codec, stored, header.block_bytes)
-                if xxh3_64_intdigest(block.data) != row.checksum:
-                    raise RecordRefused("its bytes are not those that were written")
+                block = sound_block(header, position, raw, self._scratch.coder)
             except RecordRefused as error:
-                self._problems.add(
-                    f"record {extent.id:x}: block {row.key.hex()} fails its checksum ({error})"
-                )
+                self._problems.add(f"record {extent.id:x}: {error}")
                 break
+            row, offset = header.blocks[position], header.offsets[position]
+            stored = raw[offset : offset + row.stored_bytes]
             row, piece = self._packer.pack(namespace, row, stored, block, first=not rows)
             rows.append(row)
             pieces.append(piece)

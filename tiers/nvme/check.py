@@ -9,20 +9,16 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from xxhash import xxh3_64_intdigest
-
 from kvtier.tiers.errors import RecordRefused, StoreCorrupt, StoreUnsupported, StoreVersion
-from kvtier.tiers.nvme.bundle import check_names
 from kvtier.tiers.nvme.catalogue import Catalogue
 from kvtier.tiers.nvme.check_tables import TableCheck
 from kvtier.tiers.nvme.files import Files
 from kvtier.tiers.nvme.lock import StoreLock
-from kvtier.tiers.nvme.reader import check_identity
 from kvtier.tiers.nvme.rebuild import CATALOGUE
-from kvtier.tiers.nvme.record import PAGE, decode_header
 from kvtier.tiers.nvme.recovery import is_store
 from kvtier.tiers.nvme.rows import Extent, NamespaceRow
 from kvtier.tiers.nvme.tables import Rows
+from kvtier.tiers.nvme.verify import read_record, sound_block
 from kvtier.tiers.nvme.workers import Scratch
 
 Progress = Callable[[int, int], None]
@@ -141,28 +137,19 @@ class _RecordCheck:
     def _read_record(self, fd: int, extent: Extent) -> None:
         record = self._scratch.take("record", extent.nbytes)
         try:
-            if self._files.preadv(fd, [record], extent.offset) != extent.nbytes:
-                raise StoreCorrupt("the segment ends within it")
-            header = decode_header(record[: extent.header_pages * PAGE].tobytes())
-            namespace = self._namespaces.get(extent.namespace_id)
-            check_identity(header, extent, namespace.digest if namespace else b"")
-            check_names(header)
+            row = self._namespaces.get(extent.namespace_id)
+            namespace = row.digest if row else b""
+            header = read_record(self._files, fd, extent, namespace, record)
         except (OSError, StoreCorrupt, StoreVersion) as error:
             self.problems.append(f"record {extent.id:x}: {error}")
             self.damaged.append((extent.id, 0))
             return
         first_bad: int | None = None
-        blocks = zip(header.blocks[: extent.live], header.offsets, strict=False)
-        for position, (block, offset) in enumerate(blocks):
-            stored = record[offset : offset + block.stored_bytes]
+        for position in range(extent.live):
             try:
-                found = self._scratch.coder.decoded(block.codec, stored, header.block_bytes)
-                good = xxh3_64_intdigest(found.data) == block.checksum
-            except RecordRefused:
-                good = False
-            if not good:
-                name = block.key.hex()
-                self.problems.append(f"record {extent.id:x}: block {name} fails its checksum")
+                sound_block(header, position, record, self._scratch.coder)
+            except RecordRefused as error:
+                self.problems.append(f"record {extent.id:x}: {error}")
                 first_bad = position if first_bad is None else first_bad
         if first_bad is not None:
             self.damaged.append((extent.id, first_bad))
