@@ -26,9 +26,9 @@ import numpy as np
 from bench.harness import emit, note, table
 from bench.policy_references import Gdsf, S3Fifo, belady, infinite
 from kvtier.index.experts import Recency
-from kvtier.index.follow import adaptive, arc
 from kvtier.index.ghosts import GhostTree, fingerprints
-from kvtier.index.policy import EvictionPolicy, LeafLru
+from kvtier.index.policies import make_policy
+from kvtier.index.policy import EvictionPolicy
 from kvtier.index.radix import RadixIndex
 from kvtier.index.tree import Node
 from kvtier.index.words import Residency, TierId, Tokens
@@ -47,11 +47,6 @@ PUBLISHED = {
 }
 CLOSED = {2000: 0.15, 4000: 0.12, 8000: 0.08}
 CLOSED_ON = "mooncake_conversation"
-
-
-def marks(node: Node) -> bytes:
-    """Fingerprints of a node's blocks, each one token."""
-    return fingerprints(node.namespace, np.frombuffer(node.data, np.int32), 1)
 
 
 class OneTier:
@@ -87,8 +82,8 @@ class OneTier:
         return hits
 
 
-def run_index(policy: EvictionPolicy[Node], requests: Sequence[Tokens], capacity: int) -> int:
-    tier = OneTier(capacity, policy)
+def run_index(policy: str, requests: Sequence[Tokens], capacity: int) -> int:
+    tier = OneTier(capacity, make_policy(policy, capacity, 1))
     return sum(tier.request(tokens) for tokens in requests if len(tokens))
 
 
@@ -111,9 +106,9 @@ def run_expert(
 
 
 RUNS: dict[str, Callable[[Sequence[Tokens], int], int]] = {
-    "leaf-LRU": lambda requests, capacity: run_index(LeafLru[Node](), requests, capacity),
-    "ARC": lambda requests, capacity: run_index(arc(capacity, marks), requests, capacity),
-    "adaptive": lambda requests, capacity: run_index(adaptive(capacity, marks), requests, capacity),
+    "leaf-LRU": lambda requests, capacity: run_index("lru", requests, capacity),
+    "ARC": lambda requests, capacity: run_index("arc", requests, capacity),
+    "adaptive": lambda requests, capacity: run_index("adaptive", requests, capacity),
     "S3-FIFO": lambda requests, capacity: run_expert(S3Fifo, requests, capacity),
     "GDSF": lambda requests, capacity: run_expert(Gdsf, requests, capacity),
     "Belady": belady,

@@ -4,9 +4,8 @@ Every request is shown to all experts (`experts.py`), each a metadata-only cache
 capacity. The one with the best discounted score leads. What the leader has dropped, the tier gives
 up first, in the order in which the leader dropped it; after that, and while plain recency leads,
 the least recently used leaf goes. So the tier comes to hold what the leader holds, whatever rule
-the leader follows, and a change of leader costs no flush. The idea of choosing among experts by
-shadow caches is old (Gramacy et al., NeurIPS 2002); that a cache which evicts whatever the better
-of two policies does not hold stays within a constant of it is from the same line of work.
+the leader follows, and a change of leader costs no flush. Choosing among policies by virtual caches
+is from Gramacy et al., "Adaptive Caching by Refetching" (NIPS 2002); they refetch to switch.
 
 Knows the tree's nodes by their place and their run of blocks; never a residency.
 """
@@ -69,11 +68,6 @@ class Follow:
     def leader(self) -> int:
         """Which expert is followed now."""
         return self._leader
-
-    @property
-    def scores(self) -> tuple[float, ...]:
-        """Discounted blocks each expert would have hit."""
-        return tuple(score / self._unit for score in self._scores)
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self._base)
@@ -156,12 +150,9 @@ class Follow:
                 self._place(node)
         dropped.clear()
         for node in islice(self._sweep, _SWEPT):
-            if node in self._known or self._is_there(node):
+            if node in self._base:  # it may have left since the review began
                 self._find(node)
                 self._place(node)
-
-    def _is_there(self, node: Node) -> bool:
-        return node in self._base
 
     def _judge(self, path: Sequence[Node]) -> None:
         """Blocks of a path just used, deepest first: wanted by the leader or not."""

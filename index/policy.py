@@ -94,6 +94,9 @@ class LeafLru(Generic[N]):
     def __iter__(self) -> Iterator[N]:
         return iter(self._order)
 
+    def __contains__(self, node: object) -> bool:
+        return node in self._order
+
     def added(self, node: N) -> None:
         self._order[node] = None
 

@@ -50,7 +50,7 @@ paths = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(deadline=None, max_examples=60)
 @given(paths, st.integers(1, 12))
 def test_recency_over_runs_of_blocks_is_leaf_lru_block_by_block(
     requests: list[Path], capacity: int
@@ -83,7 +83,7 @@ def nodes_of(tree: GhostTree[None]) -> list[Ghost[None]]:
     return found
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(deadline=None, max_examples=60)
 @given(paths, st.integers(1, 12), st.integers(0, 20))
 def test_every_expert_keeps_its_books_and_a_prefix_closed_set(
     requests: list[Path], capacity: int, bound: int
