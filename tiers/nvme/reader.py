@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvtier.tiers.contracts import LANDED, Bytes, Fetch, Pool
 from kvtier.tiers.errors import RecordRefused, StoreCorrupt, StoreVersion
-from kvtier.tiers.nvme.blocks import block_views, page_views
+from kvtier.tiers.nvme.blocks import block_views, page_runs, page_views
 from kvtier.tiers.nvme.catalogue import SWEEP_STEPS, Change
 from kvtier.tiers.nvme.core import Core
 from kvtier.tiers.nvme.files import ShortRead, read_whole
@@ -33,7 +33,7 @@ from kvtier.tiers.nvme.rows import Extent
 from kvtier.tiers.nvme.segments import Segments
 from kvtier.tiers.nvme.tables import Span
 from kvtier.tiers.nvme.watch import Call
-from kvtier.tiers.nvme.workers import Scratch
+from kvtier.tiers.nvme.workers import Batch, Scratch
 
 _log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def _try_to_read(run: Run, errand: Errand, scratch: Scratch) -> Damage | None:
 def _read_verified(run: Run, errand: Errand, scratch: Scratch) -> Damage | None:
     extent, pool, landing = run.extent, errand.request.pool, errand.landing
     start = extent.starts[run.position]
-    pieces, direct = _destinations(run, pool, scratch)
+    buffers, pieces = _destinations(run, pool, scratch)
     views = block_views(pool, run.slots)  # now: a read that hangs may outlive the pool
     header = errand.headers.get(extent.id)
     raw = None if header else scratch.take("header", extent.header_pages * PAGE)
@@ -149,12 +149,12 @@ def _read_verified(run: Run, errand: Errand, scratch: Scratch) -> Damage | None:
     begin = perf_counter()
     with errand.segments.opened(extent.segment) as fd:
         if raw is not None and not run.position:  # the header stands right before the payload
-            read_whole(files, fd, [raw, *pieces], extent.offset)
+            read_whole(files, fd, [raw, *buffers], extent.offset)
         else:
             if raw is not None:
                 read_whole(files, fd, [raw], extent.offset)
-            read_whole(files, fd, pieces, start)
-    landing.pace.read(begin, perf_counter(), extent.starts[run.position + len(pieces)] - start)
+            read_whole(files, fd, buffers, start)
+    landing.pace.read(begin, perf_counter(), _nbytes(run))
     if header is None:
         assert raw is not None
         header = decode_header(raw.tobytes())
@@ -163,18 +163,20 @@ def _read_verified(run: Run, errand: Errand, scratch: Scratch) -> Damage | None:
     size = pool.block_bytes
     checksums: list[int] = []
     damage: Damage | None = None
-    for i, piece in enumerate(pieces):
+    for i, (slot, piece) in enumerate(zip(views, pieces, strict=True)):
         place = run.position + i
         if header.block_bytes != size or header.tokens_of(place) != errand.told(run.first + i):
             damage = Damage(extent.id, None, ValueError("fetch: the record holds other tokens"))
             break
-        row, slot = header.blocks[place], views[i]
+        row = header.blocks[place]
         try:
             if row.codec != RAW:
+                if piece is None:
+                    raise RecordRefused("it is encoded, and has as many pages as a raw block")
                 begin = perf_counter()
                 scratch.coder.decode(row.codec, piece[: row.stored_bytes], slot)
                 landing.pace.decoded(begin, perf_counter(), size)
-            elif not direct[i]:
+            elif piece is not None:
                 np.copyto(slot, piece[:size])
             digest = xxh3_64_intdigest(slot.data)
             if digest != row.checksum:
@@ -190,22 +192,31 @@ def _read_verified(run: Run, errand: Errand, scratch: Scratch) -> Damage | None:
     return damage
 
 
-def _destinations(run: Run, pool: Pool, scratch: Scratch) -> tuple[list[Bytes], list[bool]]:
-    """Where each block's pages are read to, and whether that is its slot.
+def _destinations(
+    run: Run, pool: Pool, scratch: Scratch
+) -> tuple[Sequence[Bytes], Sequence[Bytes | None]]:
+    """Where to read the run to; and each block's part of that, None where it is its slot.
 
     Only a raw block takes as many pages as its slot. What is encoded, and what a slot does not hold
     in whole aligned pages, goes to memory of the thread's own first.
     """
-    slots = page_views(pool, run.slots)
-    sizes = [PAGE * n for n in run.extent.pages[run.position : run.position + len(run.slots)]]
-    direct = [slots is not None and nbytes == padded(pool.block_bytes) for nbytes in sizes]
-    ends = [*accumulate(0 if slot else n for n, slot in zip(sizes, direct, strict=True))]
-    room = scratch.take("payload", max(ends[-1], PAGE))
-    pieces = [
-        slots[i] if slots is not None and direct[i] else room[end - sizes[i] : end]
-        for i, end in enumerate(ends)
-    ]
-    return pieces, direct
+    count, whole = len(run.slots), padded(pool.block_bytes)
+    sizes = [PAGE * n for n in run.extent.pages[run.position : run.position + count]]
+    if sizes == [whole] * count:
+        runs = page_runs(pool, run.slots)
+        if runs is not None:
+            return runs, [None] * count
+    slots: Sequence[Bytes | None] = page_views(pool, run.slots) or [None] * count
+    ends = [*accumulate(sizes)]
+    room = scratch.take("payload", ends[-1])
+    buffers: list[Bytes] = []
+    pieces: list[Bytes | None] = []
+    for nbytes, slot, end in zip(sizes, slots, ends, strict=True):
+        piece = room[end - nbytes : end]
+        direct = slot is not None and nbytes == whole
+        buffers.append(slot if slot is not None and direct else piece)
+        pieces.append(None if direct else piece)
+    return buffers, pieces
 
 
 def check_identity(header: RecordHeader, extent: Extent, namespace: bytes) -> None:
@@ -249,15 +260,14 @@ class Reader:
         target = min(RUN_BYTES, max(_MIN_RUN_BYTES, nbytes // self._threads))
         slots = request.slots.tolist()
         runs: list[Run] = []
-        futures: list[asyncio.Future[Damage | None]] = []
+        reads: Batch[Damage | None] = Batch(core.workers, Call.READ, urgent=True)
         found, error = 0, None
         try:
             for span in core.catalogue.walk(request.namespace, request.keys, core.now()):
                 for run in cut_runs(span, found, slots, target):
                     core.hold([run.extent.id])
                     runs.append(run)
-                    job = partial(read_run, run, errand)
-                    futures.append(core.workers.submit(job, Call.READ, urgent=True))
+                    reads.add(partial(read_run, run, errand))
                 found += span.count
         except (OSError, StoreCorrupt) as failure:
             core.health.count(failure, Fault.CATALOGUE)
@@ -265,7 +275,7 @@ class Reader:
         finally:  # whatever broke: runs may have begun, and only their end ends the flight
             landing.cut(found)
             if runs:
-                self._keep(asyncio.create_task(self._finish(landing, runs, futures)))
+                self._keep(asyncio.create_task(self._finish(landing, runs, reads)))
         if error is None:
             core.tally.misses += num_blocks - found
         flight.fail(range(found, num_blocks), error)
@@ -284,10 +294,10 @@ class Reader:
         self,
         landing: Landing,
         runs: Sequence[Run],
-        futures: "Sequence[asyncio.Future[Damage | None]]",
+        reads: Batch[Damage | None],
     ) -> None:
         core, flight, error = self._core, landing.flight, None
-        outcomes = await asyncio.gather(*futures, return_exceptions=True)
+        outcomes = await reads.results()
         core.let_go([run.extent.id for run in runs])
         self._meter.learn(landing.pace)
         try:

@@ -51,10 +51,12 @@ class Batch(Generic[T]):
         self._lock = threading.Lock()
         self._results: list[T | BaseException | None] = []
         self._left = 1  # until `results` is called
-        self._future: asyncio.Future[None] = workers.owed()
+        self._future: asyncio.Future[None] | None = None
 
     def add(self, job: Callable[[Scratch], T]) -> None:
-        """Run `job` on a worker."""
+        """Run `job` on a worker. Whoever adds one asks for `results` in the end."""
+        if self._future is None:
+            self._future = self._workers.owed()
         number = len(self._results)
         self._results.append(None)
         with self._lock:
@@ -75,14 +77,15 @@ class Batch(Generic[T]):
     async def results(self) -> list[T | BaseException | None]:
         """What each job returned or raised, in the order of `add`. Add no more."""
         self._end()
-        await self._future
+        if self._future is not None:
+            await self._future
         return self._results
 
     def _end(self) -> None:
         with self._lock:
             self._left -= 1
             last = not self._left
-        if last:
+        if last and self._future is not None:
             self._workers.deliver(self._future, None)
 
 
