@@ -15,7 +15,7 @@ from kvtier.tiers.nvme.files import Files
 from tests.nvme.crash.disk import Model, Sync
 from tests.nvme.crash.judge import Judge, Scratch, afterlives, states
 from tests.nvme.crash.recorder import HANDLED
-from tests.nvme.crash.session import OPERATIONS, Session
+from tests.nvme.crash.session import CAPACITY, OPERATIONS, ROOMY, Session, World
 
 Workload = tuple[str, ...]
 
@@ -46,11 +46,17 @@ def workloads(length: int) -> list[Workload]:
     return list(product(OPERATIONS, repeat=length))
 
 
-def lived(workload: Workload, scratch: Scratch, omitted: str | None = None) -> Session:
+def lived(
+    workload: Workload,
+    scratch: Scratch,
+    omitted: str | None = None,
+    capacity_bytes: int = CAPACITY,
+) -> Session:
     """The session of a workload, over."""
     with scratch.root() as root:
         root.mkdir(parents=True)
-        session = Session(root, Model(), omitted=omitted)
+        world = World(capacity_bytes=capacity_bytes)
+        session = Session(root, Model(), world=world, omitted=omitted)
         with session.running():
             session.run(workload)
     return session
@@ -83,6 +89,14 @@ SOME = [*workloads(1), *workloads(2)[::5], *workloads(3)[::229]]
 @pytest.mark.parametrize("workload", SOME, ids=" ".join)
 def test_every_disk_a_power_cut_may_leave_is_right(workload: Workload, scratch: Scratch) -> None:
     judged(workload, scratch)
+
+
+@pytest.mark.parametrize("workload", [("overflow",), ("extend", "overflow")], ids=" ".join)
+def test_so_is_every_disk_where_groups_share_a_reservation(
+    workload: Workload, scratch: Scratch
+) -> None:
+    session = lived(workload, scratch, capacity_bytes=ROOMY)
+    assert list(violations(session, scratch, session.stages[-1].first)) == []
 
 
 @pytest.mark.stress

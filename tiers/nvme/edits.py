@@ -59,11 +59,8 @@ class Edit(Book):
         parent = self.extent_of(space, extent.parent) if extent.parent != ROOT_KEY else None
         if parent is None and extent.parent != ROOT_KEY:
             return False
-        keys = extent.keys[: extent.live]
-        if any(self.block(space, key) is not None for key in keys):
+        if not self._add_blocks(space, extent):
             return False
-        for position, key in enumerate(keys):
-            self.put(Table.BLOCKS, block_row_key(space, key), encode_block(extent.id, position))
         if parent is not None:
             self.put(Table.HEADS, block_row_key(space, extent.parent), number_key(extent.id))
             if parent.tail == extent.parent:
@@ -73,6 +70,19 @@ class Edit(Book):
         self.keep(extent)
         self.count(extent, extent.live, extent.nbytes)
         self.totals.extents += 1
+        return True
+
+    def _add_blocks(self, space: int, extent: Extent) -> bool:
+        """A row for each live block; none, and False, if one of them has a row already."""
+        keys = extent.keys[: extent.live]
+        for position, key in enumerate(keys):
+            if not self.put_new(
+                Table.BLOCKS, block_row_key(space, key), encode_block(extent.id, position)
+            ):
+                self.block(space, key)  # raises if that row is damaged
+                for mine in keys[:position]:
+                    self.drop(Table.BLOCKS, block_row_key(space, mine))
+                return False
         return True
 
     def supersede(self, extent: Extent) -> None:

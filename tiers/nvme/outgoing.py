@@ -5,15 +5,16 @@ functions run on a worker. The bytes in the slots do not change until the record
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
 
 from kvtier.index.words import BlockKey
 from kvtier.tiers.contracts import PENDING, Bytes, Flight, Pool
-from kvtier.tiers.nvme.blocks import block_views, page_views
+from kvtier.tiers.nvme.blocks import block_views, page_runs
+from kvtier.tiers.nvme.checksum import checksum
 from kvtier.tiers.nvme.codecs import CodecPolicy
 from kvtier.tiers.nvme.files import write_whole
 from kvtier.tiers.nvme.pace import Sample
@@ -34,8 +35,18 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
+class Rider:
+    """Blocks of a flight, `count` from `first` on, that wait for a record's from `position` on."""
+
+    flight: Flight
+    first: int
+    position: int
+    count: int
+
+
+@dataclass(eq=False)
 class Record:
-    """One extent on its way down. `riders`: per block, the flights that wait for it.
+    """One extent on its way down. `riders`: who waits for it, first of all who brought it.
 
     `encoded`: per block its stored bytes, or None if it is stored raw; empty if all are.
     `sizes`: stored bytes of each block; until it is encoded the most they may be.
@@ -52,17 +63,18 @@ class Record:
     slots: tuple[int, ...]
     expected: tuple[int, ...] | None
     policy: CodecPolicy
-    riders: list[list[tuple[Flight, int]]]
+    riders: list[Rider]
     background: bool
     checksums: tuple[int, ...] = ()
     encoded: tuple[bytes | None, ...] = ()
     sizes: tuple[int, ...] = ()
+    nbytes: int = 0
     segment: int = 0
     offset: int = 0
     error: Exception | None = field(default=None)
 
     def __post_init__(self) -> None:
-        self.sizes = (self.pool.block_bytes,) * len(self.keys)
+        self.resize((self.pool.block_bytes,) * len(self.keys))
 
     @property
     def is_forsaken(self) -> bool:
@@ -70,22 +82,37 @@ class Record:
 
         Its slots are the caller's again, so bytes read from now on may be anything's.
         """
-        owners = [riders[0] for riders in self.riders]
-        return any(flight.status[block] != PENDING for flight, block in owners)
+        owner = self.riders[0]
+        status = owner.flight.status[owner.first : owner.first + owner.count]
+        return bool((status != PENDING).any())
 
     @property
     def is_unwanted(self) -> bool:
         """Whether everyone who waits for it has cancelled."""
-        return all(flight.cancelled for riders in self.riders for flight, _ in riders)
+        return all(rider.flight.cancelled for rider in self.riders)
+
+    @property
+    def inherits(self) -> bool:
+        """Whether it failed because the record it hangs off did."""
+        return self.after is not None and self.error is self.after.error is not None
+
+    def ride(self, flight: Flight, block: int, position: int) -> None:
+        """A block of another flight waits for the one at `position`."""
+        last = self.riders[-1]
+        follows = last.first + last.count == block and last.position + last.count == position
+        if last is not self.riders[0] and last.flight is flight and follows:
+            last.count += 1
+        else:
+            self.riders.append(Rider(flight, block, position, 1))
+
+    def resize(self, sizes: tuple[int, ...]) -> None:
+        """Take other `sizes`, and the bytes on disk (header and padding included) with them."""
+        self.sizes = sizes
+        self.nbytes = self.header_bytes + sum(map(padded, sizes))
 
     @property
     def header_bytes(self) -> int:
         return header_bytes(len(self.keys), len(self.tokens) // 4 // len(self.keys))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on disk, header and padding included."""
-        return self.header_bytes + sum(map(padded, self.sizes))
 
     def extent(self) -> Extent:
         """The catalogue's row; the namespace's number is the catalogue's to fill in."""
@@ -142,7 +169,7 @@ def _try_to_encode(record: Record, scratch: Scratch) -> ChecksumMismatch | None:
         if any(each is not None for each in encoded):
             record.encoded = encoded
             full = record.pool.block_bytes
-            record.sizes = tuple(full if each is None else len(each) for each in encoded)
+            record.resize(tuple(full if each is None else len(each) for each in encoded))
     return error
 
 
@@ -176,7 +203,7 @@ def _try_to_write(record: Record, segments: Segments, scratch: Scratch) -> Excep
 
 def _take_checksums(record: Record) -> ChecksumMismatch | None:
     views = block_views(record.pool, record.slots)
-    record.checksums = tuple(xxh3_64_intdigest(view.data) for view in views)
+    record.checksums = tuple(map(checksum, views))
     expected = record.expected or ()  # 0: the pool has none for that block
     if any(told not in (0, found) for told, found in zip(expected, record.checksums, strict=False)):
         return ChecksumMismatch("put: a block's bytes changed since its checksum was taken")
@@ -199,12 +226,12 @@ def _header(record: Record) -> RecordHeader:
     )
 
 
-def _payload(record: Record, scratch: Scratch) -> list[Bytes]:
+def _payload(record: Record, scratch: Scratch) -> Sequence[Bytes]:
     """The payload in page-aligned pieces: the slots themselves where they are just that."""
     if not record.encoded and record.pool.block_bytes % PAGE == 0:
-        pages = page_views(record.pool, record.slots)
-        if pages is not None:
-            return pages
+        runs = page_runs(record.pool, record.slots)
+        if runs is not None:
+            return runs
     views = block_views(record.pool, record.slots)
     encoded = record.encoded or (None,) * len(views)
     room = scratch.take("payload", sum(map(padded, record.sizes)))

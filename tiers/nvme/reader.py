@@ -17,12 +17,12 @@ from threading import Lock
 from time import perf_counter
 
 import numpy as np
-from xxhash import xxh3_64_intdigest
 
 from kvtier.tiers.contracts import LANDED, Bytes, Fetch, Pool
 from kvtier.tiers.errors import RecordRefused, StoreCorrupt, StoreVersion
 from kvtier.tiers.nvme.blocks import block_views, page_runs, page_views
 from kvtier.tiers.nvme.catalogue import SWEEP_STEPS, Change
+from kvtier.tiers.nvme.checksum import checksum
 from kvtier.tiers.nvme.core import Core
 from kvtier.tiers.nvme.files import ShortRead, read_whole
 from kvtier.tiers.nvme.health import Fault
@@ -178,7 +178,7 @@ def _read_verified(run: Run, errand: Errand, scratch: Scratch) -> Damage | None:
                 landing.pace.decoded(begin, perf_counter(), size)
             elif piece is not None:
                 np.copyto(slot, piece[:size])
-            digest = xxh3_64_intdigest(slot.data)
+            digest = checksum(slot)
             if digest != row.checksum:
                 raise RecordRefused("it fails its checksum")
         except RecordRefused as refusal:

@@ -216,6 +216,11 @@ class Book(Rows):
     def put(self, table: Table, key: bytes, body: bytes) -> None:
         self._txn.put(key, seal(table, key, body), db=self._tables[table])
 
+    def put_new(self, table: Table, key: bytes, body: bytes) -> bool:
+        """As `put`, unless there is a row already; whether there was none."""
+        value = seal(table, key, body)
+        return bool(self._txn.put(key, value, overwrite=False, db=self._tables[table]))
+
     def drop(self, table: Table, key: bytes) -> bool:
         """Delete a row; whether there was one."""
         return bool(self._txn.delete(key, db=self._tables[table]))

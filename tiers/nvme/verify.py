@@ -3,11 +3,10 @@
 Knows what the catalogue says of one record; not who else is in its segment.
 """
 
-from xxhash import xxh3_64_intdigest
-
 from kvtier.tiers.contracts import Bytes
 from kvtier.tiers.errors import RecordRefused
 from kvtier.tiers.nvme.bundle import check_names
+from kvtier.tiers.nvme.checksum import checksum
 from kvtier.tiers.nvme.codecs import Coder
 from kvtier.tiers.nvme.files import Files, read_whole
 from kvtier.tiers.nvme.reader import check_identity
@@ -40,6 +39,6 @@ def sound_block(header: RecordHeader, position: int, record: Bytes, coder: Coder
         block = coder.decoded(row.codec, stored, header.block_bytes)
     except RecordRefused as error:
         raise RecordRefused(f"block {row.key.hex()} fails its checksum ({error})") from error
-    if xxh3_64_intdigest(block.data) != row.checksum:
+    if checksum(block) != row.checksum:
         raise RecordRefused(f"block {row.key.hex()} fails its checksum")
     return block

@@ -1,14 +1,14 @@
-"""Puts: from slots of a pool to published records, in groups.
+"""Puts: from slots of a pool to published records, in lots and their groups.
 
-Order of a group: blocks encoded, if they are to be -> space reserved (evicting if need be) ->
-payload and header written -> fdatasync -> one catalogue transaction -> landed. Sync and commit of a
-group overlap the next group's writes; commits keep the order of allocation, so that a segment holds
-nothing unpublished before its published end.
+Order of a lot: blocks encoded, if they are to be -> space reserved (evicting if need be) -> group
+by group: payload and header written -> fdatasync -> one catalogue transaction -> landed. Sync and
+commit of a group overlap the writes of those behind it; commits keep the order of allocation, so
+that a segment holds nothing unpublished before its published end.
 """
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -21,20 +21,23 @@ from kvtier.tiers.nvme.codecs import CodecPolicy
 from kvtier.tiers.nvme.core import Core
 from kvtier.tiers.nvme.encoder import Encoder
 from kvtier.tiers.nvme.health import Admission, Fault
-from kvtier.tiers.nvme.outgoing import Forsaken, Record, write_record
+from kvtier.tiers.nvme.outgoing import Forsaken, Record, Rider, write_record
 from kvtier.tiers.nvme.pace import Meter
 from kvtier.tiers.nvme.record import header_bytes, padded
 from kvtier.tiers.nvme.rows import Freed
 from kvtier.tiers.nvme.segments import Allocation
 from kvtier.tiers.nvme.tables import Span
 from kvtier.tiers.nvme.watch import Call
-from kvtier.tiers.nvme.workers import Scratch
+from kvtier.tiers.nvme.workers import Batch, Scratch
 
 EXTENT_BYTES = 8 << 20
 """About what one record holds; no more than `EXTENT_BLOCKS` blocks, at least one."""
 
-GROUP_BYTES = 128 << 20
+GROUP_BYTES = 256 << 20
 """About what one fdatasync and one commit cover."""
+
+_LOT_GROUPS = 4
+"""Groups whose space is reserved in one call: it waits for every write into the same file."""
 
 EXTENT_BLOCKS = 52
 """More, and the extent's row in the catalogue would need pages of its own."""
@@ -59,7 +62,9 @@ class Writer:
         self._core = core
         self._next_id = next_id
         self._extent_bytes = min(extent_bytes, core.capacity_bytes // 2)  # header not counted
-        self._group_bytes = min(group_bytes, max(core.capacity_bytes // 4, 1))
+        most = min(_LOT_GROUPS * group_bytes, max(group_bytes, core.segments.segment_bytes))
+        self._lot_bytes = min(most, max(core.capacity_bytes // 4, 1))
+        self._group_bytes = min(group_bytes, self._lot_bytes)
         self._encoder = Encoder(core.workers, meter, self._group_bytes)
         self._queue: deque[Record] = deque()
         self._background: deque[Record] = deque()
@@ -95,7 +100,7 @@ class Writer:
             flight.land(range(start), source=TierId.NVME)
         while start < len(keys) and (way := self._on_its_way(request.namespace, keys[start])):
             record, position = way
-            record.riders[position].append((flight, start))
+            record.ride(flight, start, position)
             if not request.background:
                 self._hasten(record)
             start += 1
@@ -107,8 +112,9 @@ class Writer:
         record, position = self._pending.get((namespace, key), (None, 0))
         if record is None:
             return None
-        flight, block = record.riders[position][0]
-        return (record, position) if flight.status[block] == PENDING else None
+        owner = record.riders[0]
+        pending = owner.flight.status[owner.first + position] == PENDING
+        return (record, position) if pending else None
 
     def _plan_new(self, request: Put, flight: Flight, start: int, before: list[Span]) -> None:
         keys, size = request.keys, request.pool.block_bytes
@@ -135,7 +141,7 @@ class Writer:
         self, request: Put, flight: Flight, start: int, after: Record | None, anchor: int
     ) -> None:
         """Cut the blocks from `start` on into records and queue them."""
-        keys, slots = request.keys, [int(slot) for slot in request.slots]
+        keys, slots = request.keys, request.slots.tolist()
         size = padded(request.pool.block_bytes)
         count = max(1, min(self._extent_bytes // size, EXTENT_BLOCKS))
         stride = len(request.tokens) // len(keys)
@@ -155,7 +161,7 @@ class Writer:
                 slots=tuple(slots[a:b]),
                 expected=None if sums is None else tuple(int(s) for s in sums[a:b]),
                 policy=policy,
-                riders=[[(flight, i)] for i in range(a, b)],
+                riders=[Rider(flight, a, 0, b - a)],
                 background=request.background,
             )
             self._core.anchors[record.anchor] += 1
@@ -184,27 +190,26 @@ class Writer:
             await self._run()
         finally:
             if self._settling is not None:
-                await asyncio.wait([self._settling])
+                await asyncio.gather(self._settling, return_exceptions=True)
                 self._settling = None
 
     async def _run(self) -> None:
         health = self._core.health
         while True:
             waiting = bool(self._queue or self._background)
-            if self._settling is not None and waiting and not health.admits_all:
-                await self._settling  # a probe's verdict is to be its own
-                self._settling = None
+            if waiting and not health.admits_all:
+                await self._settled()  # a probe's verdict is to be its own
             admission = health.admission() if waiting else Admission.NONE
-            group = self._next_group(admission)
+            lot = self._next_lot(admission)
             if admission is Admission.ONE:
-                await self._probe(group)
-            elif group:
-                allocation = await self._admit(group)
+                await self._probe(lot)
+            elif lot:
+                allocation = await self._admit(lot)
                 if allocation is not None:
-                    await self._write(allocation, group)
-                    if self._settling is not None:
-                        await self._settling
-                    self._settling = asyncio.create_task(self._settle(allocation, group))
+                    before = self._settling
+                    await self._write(allocation, lot)
+                    if before is not None:
+                        await before  # no more is reserved than this much and the next
             elif self._settling is not None:
                 await self._settled_or_woken()
             elif self._closing:
@@ -226,6 +231,11 @@ class Writer:
         finally:
             woken.cancel()
         if self._settling.done():
+            await self._settled()
+
+    async def _settled(self) -> None:
+        """Wait until everything that was written has settled. Raises what broke it."""
+        if self._settling is not None:
             await self._settling
             self._settling = None
 
@@ -243,30 +253,33 @@ class Writer:
         self._queue.clear()
         self._background.clear()
 
-    async def _probe(self, group: list[Record]) -> None:
+    async def _probe(self, lot: list[Record]) -> None:
         """Write the one record that tells whether the drive takes writes again."""
         try:
-            allocation = await self._admit(group)
+            allocation = await self._admit(lot)
             if allocation is not None:
-                await self._write(allocation, group)
-                await self._settle(allocation, group)
+                await self._write(allocation, lot)
+                await self._settled()
         finally:
             self._core.health.write_undecided()
 
-    def _next_group(self, admission: Admission) -> list[Record]:
+    def _next_lot(self, admission: Admission) -> list[Record]:
         """The next records to write; those that can't be any more fail on the way.
 
-        The background goes only when nobody waits for anything, and in small groups, so that who
-        comes meanwhile waits for little.
+        The background goes only when nobody waits for anything, and in small lots, so that who
+        comes meanwhile waits for little. What may be encoded comes in lots of one group: they are
+        encoded before space is reserved, and that takes memory.
         """
-        group = self._group_of(self._queue, self._group_bytes, admission)
-        return group or self._group_of(self._background, self._group_bytes // 4, admission)
+        raw = bool(self._queue) and self._queue[0].policy.codec == "raw"
+        most = self._lot_bytes if raw else self._group_bytes
+        lot = self._lot_of(self._queue, most, admission)
+        return lot or self._lot_of(self._background, self._group_bytes // 4, admission)
 
-    def _group_of(self, queue: deque[Record], most: int, admission: Admission) -> list[Record]:
-        group: list[Record] = []
+    def _lot_of(self, queue: deque[Record], most: int, admission: Admission) -> list[Record]:
+        lot: list[Record] = []
         nbytes = 0
-        while queue and (not group or nbytes + queue[0].nbytes <= most):
-            if group and admission is Admission.ONE:
+        while queue and (not lot or nbytes + queue[0].nbytes <= most):
+            if lot and (admission is Admission.ONE or queue[0].policy != lot[0].policy):
                 break
             record = queue.popleft()
             error = self._refusal(record, admission)
@@ -276,10 +289,9 @@ class Writer:
             if error is not None:
                 self._fail(record, error)
                 continue
-            record.after = None if record.after not in group else record.after
-            group.append(record)
+            lot.append(record)
             nbytes += record.nbytes
-        return group
+        return lot
 
     def _refusal(self, record: Record, admission: Admission) -> Exception | None:
         """Why a queued record can't be written any more, or not now."""
@@ -291,52 +303,83 @@ class Writer:
             return Forsaken("put: given up before it was written")
         return None
 
-    async def _admit(self, group: list[Record]) -> Allocation | None:
-        """Encode, then reserve space for as many of `group` as fit; the rest fail and leave it."""
+    async def _admit(self, lot: list[Record]) -> Allocation | None:
+        """Encode, then reserve space for as many of `lot` as fit; the rest fail and leave it."""
         core = self._core
-        await self._encoder.encode(group)
-        for record in group:
+        await self._encoder.encode(lot)
+        for record in lot:
             if record.error is not None:
                 self._fail(record, record.error)
-        group[:] = [record for record in group if record.error is None]
-        if not group:
+        lot[:] = [record for record in lot if record.error is None]
+        if not lot:
             return None
         try:
-            await core.make_room(sum(record.nbytes for record in group))
+            await core.make_room(sum(record.nbytes for record in lot))
         except (OSError, StoreCorrupt) as error:
             core.health.write_failed(error, Fault.CATALOGUE)
         room, fit = core.room, 0
-        while fit < len(group) and group[fit].nbytes <= room:
-            room -= group[fit].nbytes
+        while fit < len(lot) and lot[fit].nbytes <= room:
+            room -= lot[fit].nbytes
             fit += 1
-        for record in group[fit:]:
+        for record in lot[fit:]:
             self._fail(record, TierFull("NVMe store: no room, and nothing that may be evicted"))
-        del group[fit:]
-        if not group:
+        del lot[fit:]
+        if not lot:
             return None
-        allocation = core.segments.allocate(sum(record.nbytes for record in group))
+        allocation = core.segments.allocate(sum(record.nbytes for record in lot))
         core.reserved += allocation.length
         offset = allocation.offset
-        for record in group:
+        for record in lot:
             record.segment, record.offset = allocation.segment, offset
             offset += record.nbytes
         return allocation
 
-    async def _write(self, allocation: Allocation, group: Sequence[Record]) -> None:
+    async def _write(self, allocation: Allocation, lot: Sequence[Record]) -> None:
+        """Write records into space of their own. Returns when all are written; they settle as
+        they come, group by group, after what was written before."""
         core, segments = self._core, self._core.segments
         prepare = partial(_attempt, partial(segments.prepare, allocation))
         error = await core.workers.submit(prepare, Call.SPACE, urgent=True)
         if error is not None:
             segments.retire()
-            for record in group:
+            for record in lot:
                 record.error = error
-            return
-        jobs = (partial(write_record, record, segments) for record in group)
-        futures = [core.workers.submit(job, Call.WRITE, urgent=False) for job in jobs]
-        for record, outcome in zip(group, await asyncio.gather(*futures), strict=True):
+        groups = []
+        for group in [lot] if error is not None else cut_groups(lot, self._group_bytes):
+            writes: Batch[Exception | None] = Batch(core.workers, Call.WRITE, urgent=False)
+            for record in group if error is None else ():
+                writes.add(partial(write_record, record, segments))
+            groups.append((group, asyncio.create_task(self._written(group, writes))))
+        settling = self._settle_lot(allocation, groups, self._settling)
+        self._settling = asyncio.create_task(settling)
+        await asyncio.gather(*(written for _, written in groups))
+
+    async def _written(self, group: Sequence[Record], writes: Batch[Exception | None]) -> None:
+        """Wait until a group's records are written; what could not be has an `error`."""
+        for record, outcome in zip(group, await writes.results(), strict=False):
+            if outcome is not None and not isinstance(outcome, Exception):
+                raise outcome
             record.error = outcome
             if outcome is None:
-                core.budget.charge(record.nbytes)
+                self._core.budget.charge(record.nbytes)
+
+    async def _settle_lot(
+        self,
+        allocation: Allocation,
+        groups: "Sequence[tuple[Sequence[Record], asyncio.Task[None]]]",
+        before: "asyncio.Task[None] | None",
+    ) -> None:
+        """Settle groups in order: as many at a time as are written by then."""
+        if before is not None:
+            await before  # if that broke, nothing behind it is published
+        left = deque(groups)
+        while left:
+            records: list[Record] = []
+            while left and (not records or left[0][1].done()):
+                group, written = left.popleft()
+                await written
+                records += group
+            await self._settle(allocation, records)
 
     async def _settle(self, allocation: Allocation, group: Sequence[Record]) -> None:
         """Sync and publish what was written; land or fail every block of the group."""
@@ -350,17 +393,19 @@ class Writer:
                 self._unsyncable[allocation.segment] = error
                 for record in group:
                     record.error = record.error or error
-        segments.settled(allocation)
+        end = group[-1].offset + group[-1].nbytes
+        if end == allocation.offset + allocation.length:
+            segments.settled(allocation)
         for record in group:
             if record.error is None and record.is_forsaken:
                 record.error = Forsaken("put: given up while it was being written")
             if record.error is None and record.after is not None:
                 record.error = record.after.error
         good = [record for record in group if record.error is None]
-        await self._publish(allocation, group, good)
+        await self._publish({allocation.segment: end} if good else {}, group, good)
 
     async def _publish(
-        self, allocation: Allocation, group: Sequence[Record], good: Sequence[Record]
+        self, ends: Mapping[int, int], group: Sequence[Record], good: Sequence[Record]
     ) -> None:
         core, segments = self._core, self._core.segments
         for record in group:
@@ -369,7 +414,7 @@ class Writer:
         now = core.now()
         change = Change(
             additions=[Addition(record.namespace, record.extent(), now) for record in good],
-            ends={allocation.segment: allocation.offset + allocation.length} if good else {},
+            ends=ends,
             sealed=segments.sealable,
         )
         unpublished: Exception | None = None
@@ -387,7 +432,7 @@ class Writer:
             for record, accepted in zip(good, outcome.accepted, strict=True):
                 if not accepted:
                     record.error = StoreCorrupt("put: the block's parent left the store meanwhile")
-        errors = {id(record.error): record.error for record in group}
+        errors = {id(record.error): record.error for record in group if not record.inherits}
         failed = [e for e in errors.values() if isinstance(e, OSError) and e is not unpublished]
         for failure in failed:
             core.health.write_failed(failure)
@@ -403,14 +448,11 @@ class Writer:
     def _land(self, record: Record) -> None:
         self._core.tally.written_bytes += record.nbytes
         self._meter.published(record.sizes, record.pool.block_bytes)
-        flights: dict[Flight, list[tuple[int, int]]] = {}
-        for position, riders in enumerate(record.riders):
-            for flight, block in riders:
-                flights.setdefault(flight, []).append((block, record.checksums[position]))
         self._forget(record)
-        for flight, landed in flights.items():
-            sums = np.array([checksum for _, checksum in landed], np.uint64)
-            flight.land([block for block, _ in landed], sums, TierId.NVME)
+        checksums = np.array(record.checksums, np.uint64)
+        for rider in record.riders:
+            sums = checksums[rider.position : rider.position + rider.count]
+            rider.flight.land(range(rider.first, rider.first + rider.count), sums, TierId.NVME)
 
     def _fail(self, record: Record, error: Exception) -> None:
         record.error = error
@@ -418,9 +460,8 @@ class Writer:
         if isinstance(error, BudgetSpent):
             self._core.tally.budget_refused_blocks += len(record.keys)
         self._forget(record)
-        for riders in record.riders:
-            for flight, block in riders:
-                flight.fail([block], error)
+        for rider in record.riders:
+            rider.flight.fail(range(rider.first, rider.first + rider.count), error)
 
     def _forget(self, record: Record) -> None:
         anchors: Counter[int] = self._core.anchors
@@ -430,6 +471,19 @@ class Writer:
         for key in record.keys:
             if self._pending.get((record.namespace, key), (None, 0))[0] is record:
                 del self._pending[record.namespace, key]
+        record.after = None  # or a long branch's first records live as long as its last
+
+
+def cut_groups(records: Sequence[Record], most: int) -> Iterator[Sequence[Record]]:
+    """Neighbouring records in groups of no more than `most` bytes, at least one each."""
+    start, nbytes = 0, 0
+    for i, record in enumerate(records):
+        if i > start and nbytes + record.nbytes > most:
+            yield records[start:i]
+            start, nbytes = i, 0
+        nbytes += record.nbytes
+    if start < len(records):
+        yield records[start:]
 
 
 def _attempt(action: Callable[[], None], _: Scratch) -> OSError | None:

@@ -34,8 +34,9 @@ CAPACITY = 20 * 4096
 """Four records of two blocks and a header each; more if they compress."""
 
 SHRUNK = 11 * 4096
-GEOMETRY = Geometry(extent_bytes=4 * 4096, group_bytes=64 << 10, segment_bytes=10 * 4096)
-"""Two blocks a record, two records a segment."""
+ROOMY = 64 * 4096
+GEOMETRY = Geometry(extent_bytes=4 * 4096, group_bytes=4 * 4096, segment_bytes=10 * 4096)
+"""Two blocks a record, one record a group, two records a segment; two groups a lot in `ROOMY`."""
 
 
 PINNED = b"pinned "
@@ -96,7 +97,12 @@ def rest(rig: Rig) -> None:
     async def idle() -> None:
         mine, core = asyncio.current_task(), rig.tier._crew.core
         busy: list[asyncio.Task[Any]] = []
-        while busy or core.freeing or (core.next_due or core.now() + 1) <= core.now():
+
+        def is_cleaning() -> bool:
+            is_due = core.next_due is not None and core.next_due <= core.now()
+            return bool(is_due or core.freeing or core._reclaims)  # files go after their last range
+
+        while busy or is_cleaning():
             await (asyncio.wait(busy) if busy else asyncio.sleep(0))
             busy = [task for task in asyncio.all_tasks() if task is not mine and _ends(task)]
 
