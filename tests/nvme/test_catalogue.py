@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvtier.index.words import ROOT_KEY, BlockKey
 from kvtier.tiers.errors import PinRefused
-from kvtier.tiers.nvme import writer
+from kvtier.tiers.nvme import puts
 from kvtier.tiers.nvme.catalogue import Addition, Catalogue, Change, Outcome
 from kvtier.tiers.nvme.check import table_problems
 from kvtier.tiers.nvme.edits import FORGOTTEN
@@ -402,7 +402,7 @@ def test_what_is_put_with_a_deletion_of_its_namespace_is_kept(catalogue: Catalog
 
 
 def test_the_rows_of_the_largest_extents_stay_in_their_pages(catalogue: Catalogue) -> None:
-    catalogue.commit(Change(additions=chain(20, writer.EXTENT_BLOCKS)))
+    catalogue.commit(Change(additions=chain(20, puts.EXTENT_BLOCKS)))
     with catalogue.reading() as rows:
         statistics = rows._txn.stat(db=rows._tables[Table.EXTENTS])
     assert statistics["entries"] == 20 and statistics["overflow_pages"] == 0

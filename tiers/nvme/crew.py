@@ -23,6 +23,7 @@ from kvtier.tiers.nvme.health import Health
 from kvtier.tiers.nvme.landing import Landing
 from kvtier.tiers.nvme.lock import StoreLock
 from kvtier.tiers.nvme.pace import Meter
+from kvtier.tiers.nvme.puts import Puts
 from kvtier.tiers.nvme.reader import Reader
 from kvtier.tiers.nvme.recovery import Ids, Opened, open_catalogue
 from kvtier.tiers.nvme.renewal import Renewal
@@ -55,12 +56,13 @@ class Crew:
     """Made when the store is open; everything is in place once the constructor returns. Raises
     `StoreUnsupported`, and lets go of the store, if the system gives it no threads.
 
-    `core`, `reader`, `writer`, `custodian` and `renewal` belong to the loop: reach them by
+    `core`, `reader`, `puts`, `writer`, `custodian` and `renewal` belong to the loop: reach them by
     `bring_in` or `call_soon`. `health`, `watch`, `meter` and `budget` may be asked from any thread.
     """
 
     core: Core
     reader: Reader
+    puts: Puts
     writer: Writer
     custodian: Custodian
     renewal: Renewal
@@ -150,7 +152,7 @@ class Crew:
         with self._face:
             if not self._closed:
                 self._closed = True
-                self.call_soon(self.writer.close)
+                self.call_soon(self.puts.close)
         self._thread.join(deadline_s)
         if self._thread.is_alive():
             self.watch.give_up(StoreOut("NVMe store: closed before the drive had finished"))
@@ -222,14 +224,15 @@ class Crew:
             read_only=settings.read_only,
         )
         self.reader = Reader(self.core, self.meter, settings.io_threads)
-        self.writer = Writer(
+        self.puts = Puts(
             self.core,
             self._parts.ids.take,
-            self.meter,
             settings.policy,
             extent_bytes=settings.geometry.extent_bytes,
-            group_bytes=settings.geometry.group_bytes,
+            lot_bytes=settings.lot_bytes,
+            group_bytes=settings.group_bytes,
         )
+        self.writer = Writer(self.core, self.puts, self.meter, settings.group_bytes)
         self.custodian = Custodian(self.core, self._signal)
         self.renewal = Renewal(
             self.core, self.reader, self.writer, self._reopen, settings.monotonic
@@ -254,6 +257,6 @@ class Crew:
             except Exception as error:  # noqa: BLE001 - the callers get it with their flights
                 _log.error("NVMe tier: the writer broke", exc_info=error)
                 await workers.drain()
-                self.writer.fail_all(error)
+                self.puts.fail_all(error)
             else:
                 return

@@ -61,7 +61,7 @@ class Segments:
         self.files = files
         self._next_id = next_id
         self._read_only = read_only
-        self.segment_bytes = segment_bytes
+        self._segment_bytes = segment_bytes
         self._current: int | None = None
         self._end = 0
         self._retired: set[int] = set()
@@ -74,7 +74,7 @@ class Segments:
 
     def allocate(self, nbytes: int) -> Allocation:
         """Take `nbytes` at the end of the current segment, or at the start of a new one."""
-        if self._current is not None and self._end + nbytes > self.segment_bytes:
+        if self._current is not None and self._end + nbytes > self._segment_bytes:
             self.retire()
         fresh = self._current is None
         if self._current is None:

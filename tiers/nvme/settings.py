@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from kvtier.tiers.nvme.codecs import CodecPolicy
 from kvtier.tiers.nvme.health import Patience, State
 from kvtier.tiers.nvme.pace import CodecStatistics
+from kvtier.tiers.nvme.puts import EXTENT_BYTES
 from kvtier.tiers.nvme.segments import SEGMENT_BYTES
-from kvtier.tiers.nvme.writer import EXTENT_BYTES, GROUP_BYTES
+from kvtier.tiers.nvme.writer import GROUP_BYTES
+
+_LOT_GROUPS = 4
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,18 @@ class Settings:
     patience: Patience
     geometry: Geometry
     policy: CodecPolicy
+
+    @property
+    def lot_bytes(self) -> int:
+        """About what is reserved in one call, for as many groups as may be."""
+        sizes = self.geometry
+        most = min(_LOT_GROUPS * sizes.group_bytes, max(sizes.group_bytes, sizes.segment_bytes))
+        return min(most, max(self.capacity_bytes // 4, 1))
+
+    @property
+    def group_bytes(self) -> int:
+        """About what one commit covers."""
+        return min(self.geometry.group_bytes, self.lot_bytes)
 
 
 @dataclass(frozen=True)

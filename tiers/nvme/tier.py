@@ -188,7 +188,7 @@ class NvmeTier(Custody):
             self._health.refuse(len(flight))
             flight.fail_rest(self._health.refusal())
         elif self._settings.read_only or not self._crew.bring_in(
-            flight, lambda: self._begin(self._crew.writer.plan, request, flight)
+            flight, lambda: self._begin(self._crew.puts.plan, request, flight)
         ):
             flight.fail_rest()
         return flight
@@ -198,7 +198,7 @@ class NvmeTier(Custody):
 
         For an owner that learns it after opening: a sidecar from its first client.
         """
-        self._crew.writer.policy = replace(self._crew.writer.policy, element_bytes=element_bytes)
+        self._crew.puts.policy = replace(self._crew.puts.policy, element_bytes=element_bytes)
 
     def persist(self, namespace: bytes, keys: Sequence[BlockKey], tokens: Tokens) -> Answer:
         """As `lookup`: what is published is durable."""
