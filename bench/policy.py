@@ -21,22 +21,16 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
-
 from bench.harness import emit, note, table
-from bench.policy_references import Gdsf, S3Fifo, belady, infinite
+from bench.policy_references import Gdsf, S3Fifo
 from kvtier.index.experts import Recency
 from kvtier.index.ghosts import GhostTree, fingerprints
-from kvtier.index.policies import make_policy
-from kvtier.index.policy import EvictionPolicy
-from kvtier.index.radix import RadixIndex
-from kvtier.index.tree import Node
-from kvtier.index.words import Residency, TierId, Tokens
+from kvtier.index.words import Tokens
+from kvtier.tools.replay.bounds import belady, infinite
+from kvtier.tools.replay.one_tier import NAMESPACE, run_policy
 from kvtier.tools.traces import TraceFile
 
 CAPACITIES = (500, 1000, 2000, 4000, 8000, 16000, 32000, 64000)
-NAMESPACE = b"bench/policy".ljust(32, b"\0")
-COL = 0
 
 # Published figures for leaf-LRU: fraction of whole blocks, cold start included.
 PUBLISHED = {
@@ -47,44 +41,6 @@ PUBLISHED = {
 }
 CLOSED = {2000: 0.15, 4000: 0.12, 8000: 0.08}
 CLOSED_ON = "mooncake_conversation"
-
-
-class OneTier:
-    """A tier under the real index, without bytes. The path of the request at hand is pinned."""
-
-    def __init__(self, capacity: int, policy: EvictionPolicy[Node]) -> None:
-        self.index = RadixIndex(1, (TierId.DRAM,), policy=lambda tier: policy)
-        self._free = list(range(capacity))
-
-    def request(self, tokens: Tokens) -> int:
-        """Leading blocks that were there. Takes the others in as far as room can be made."""
-        index = self.index
-        index.request(NAMESPACE, tokens)
-        ids = index.match(NAMESPACE, tokens)
-        here = index.state(COL, ids) == Residency.RESIDENT
-        hits = len(ids) if here.all() else int(here.argmin())
-        index.touch(COL, ids[:hits])
-        index.pin(COL, ids[:hits])
-        while (short := len(tokens) - hits - len(self._free)) > 0:
-            victims = index.victims(COL, short)
-            if not len(victims):
-                break
-            index.begin_leave(COL, victims)
-            self._free += index.finish_leave(COL, victims).tolist()
-        taken = min(len(tokens) - hits, len(self._free))
-        if taken:
-            new = index.insert(NAMESPACE, tokens[: hits + taken])[hits:]
-            slots = np.array(self._free[-taken:], np.int32)
-            del self._free[-taken:]
-            index.begin_fill(COL, new, slots)
-            index.finish_fill(COL, new)
-        index.unpin(COL, ids[:hits])
-        return hits
-
-
-def run_index(policy: str, requests: Sequence[Tokens], capacity: int) -> int:
-    tier = OneTier(capacity, make_policy(policy, capacity, 1))
-    return sum(tier.request(tokens) for tokens in requests if len(tokens))
 
 
 def run_expert(
@@ -106,9 +62,9 @@ def run_expert(
 
 
 RUNS: dict[str, Callable[[Sequence[Tokens], int], int]] = {
-    "leaf-LRU": lambda requests, capacity: run_index("lru", requests, capacity),
-    "ARC": lambda requests, capacity: run_index("arc", requests, capacity),
-    "adaptive": lambda requests, capacity: run_index("adaptive", requests, capacity),
+    "leaf-LRU": lambda requests, capacity: run_policy("lru", requests, capacity),
+    "ARC": lambda requests, capacity: run_policy("arc", requests, capacity),
+    "adaptive": lambda requests, capacity: run_policy("adaptive", requests, capacity),
     "S3-FIFO": lambda requests, capacity: run_expert(S3Fifo, requests, capacity),
     "GDSF": lambda requests, capacity: run_expert(Gdsf, requests, capacity),
     "Belady": belady,

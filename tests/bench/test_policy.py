@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.policy import RUNS, closed, shortfalls
-from bench.policy_references import belady, infinite
 from kvtier.index.words import Tokens
+from kvtier.tools.replay.bounds import belady, infinite
 
 CHAINS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=30)
 

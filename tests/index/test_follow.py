@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.policy import COL, NAMESPACE, OneTier
 from kvtier.index.experts import Arc, Recency, TinyLfu
 from kvtier.index.follow import Follow
 from kvtier.index.ghosts import GhostTree, fingerprints
@@ -15,6 +14,7 @@ from kvtier.index.policies import make_policy
 from kvtier.index.policy import LeafLru
 from kvtier.index.tree import Node
 from kvtier.index.words import Tokens
+from kvtier.tools.replay.one_tier import COL, NAMESPACE, OneTier
 
 
 def marks(node: Node) -> bytes:

@@ -1,0 +1,1 @@
+"""`kvtier replay`: the real cache over a request trace, without bytes."""
