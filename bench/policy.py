@@ -5,42 +5,57 @@ token a block); S3-FIFO and GDSF beside them as yardsticks; Belady's rule knows 
 the limit. A cell is the fraction of requested whole blocks that were served. Exits 1 if a cell
 falls short of what is promised:
 
-    leaf-LRU within 0.5 points of the published grid, where trace and capacity are in it
+    leaf-LRU within 0.5 points of the published grid, where trace and capacity are in it (a trace is
+    known by its content, not by its name)
     adaptive >= max(leaf-LRU, ARC) - 1.0 point and >= max(S3-FIFO, GDSF) - 2.0 points, everywhere
     of the gap from leaf-LRU to Belady on the conversation trace, 15 / 12 / 8 % closed at
     2,000 / 4,000 / 8,000 blocks
 
-    python -m bench.policy [TRACE ...] [--quick] [--requests N]
+Without TRACE, every trace of `../shared/traces`, seen from the project's root. With `--log` every
+finished cell is written to FILE at once, and a run that was stopped goes on from there. Generated
+traces are judged by the second line alone.
+
+    python -m bench.policy [TRACE ...] [--generated] [--quick] [--requests N] [--log FILE]
 """
 
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 
 from bench.harness import emit, note, table
+from bench.policy_log import CellLog, code_digest
 from bench.policy_references import Gdsf, S3Fifo
+from bench.policy_traces import WORKLOADS, generate
 from kvtier.index.experts import Recency
 from kvtier.index.ghosts import GhostTree, fingerprints
 from kvtier.index.words import Tokens
+from kvtier.tools.errors import BadTrace
 from kvtier.tools.replay.bounds import belady, infinite
 from kvtier.tools.replay.one_tier import NAMESPACE, run_policy
 from kvtier.tools.traces import TraceFile
 
+ROOT = Path(__file__).resolve().parents[1]
 CAPACITIES = (500, 1000, 2000, 4000, 8000, 16000, 32000, 64000)
+
+GENERATED_REQUESTS = 6000
+
+# Content of the two traces that have published figures (Mooncake, blocks of 512 tokens).
+CONVERSATION = "0e979490e9d13025"
+SYNTHETIC = "1bf53dc0c0366a26"
 
 # Published figures for leaf-LRU: fraction of whole blocks, cold start included.
 PUBLISHED = {
-    "mooncake_conversation": dict(
+    CONVERSATION: dict(
         zip(CAPACITIES, (0.044, 0.047, 0.058, 0.094, 0.193, 0.280, 0.352, 0.375), strict=True)
     ),
-    "mooncake_synthetic": {2000: 0.155, 8000: 0.394, 16000: 0.555},
+    SYNTHETIC: {2000: 0.155, 8000: 0.394, 16000: 0.555},
 }
-CLOSED = {2000: 0.15, 4000: 0.12, 8000: 0.08}
-CLOSED_ON = "mooncake_conversation"
+CLOSED = {CONVERSATION: {2000: 0.15, 4000: 0.12, 8000: 0.08}}
 
 
 def run_expert(
@@ -74,45 +89,108 @@ RUNS: dict[str, Callable[[Sequence[Tokens], int], int]] = {
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace to replay: whole blocks of each request."""
+    """A trace to replay: whole blocks of each request. `digest` tells equal content apart from
+    equal names."""
 
     name: str
     requests: tuple[Tokens, ...]
 
+    @property
+    def digest(self) -> str:
+        digest = blake2b(digest_size=8)
+        for blocks in self.requests:
+            digest.update(len(blocks).to_bytes(4, "little") + blocks.tobytes())
+        return digest.hexdigest()
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(map(len, self.requests))
+
     @classmethod
     def read(cls, path: Path, most: int | None) -> "Trace":
+        """Raises `BadTrace` if the file is not one."""
         name = path.name.split(".")[0]
         file = TraceFile(path, complain=lambda line, what: note(f"{path}, line {line}: {what}"))
         return cls(name, tuple(request.blocks for request in islice(file, most)))
 
 
-def cell(job: tuple[Trace, str, int]) -> float:
-    """The hit ratio of one policy at one capacity."""
+def find_traces(named: Sequence[Path]) -> list[Path]:
+    """The files named, or those that stand beside the project. Raises `BadTrace` if there are
+    none."""
+    folder = ROOT.parent / "shared" / "traces"
+    paths = list(named) or sorted(folder.glob("*.jsonl*"))
+    if not paths:
+        raise BadTrace(f"TRACE: none given, and none in {folder}; name some, or try --generated")
+    return paths
+
+
+def with_own_names(traces: Sequence[Trace]) -> list[Trace]:
+    """The traces, numbered where several have one name."""
+    named: list[Trace] = []
+    for trace in traces:
+        same = sum(other.name == trace.name for other in traces[: len(named)])
+        named.append(Trace(f"{trace.name}-{same + 1}", trace.requests) if same else trace)
+    return named
+
+
+def count_hits(job: tuple[Trace, str, int]) -> int:
+    """Blocks one policy hits at one capacity."""
     trace, policy, capacity = job
-    total = sum(map(len, trace.requests))
-    return RUNS[policy](trace.requests, capacity) / max(1, total)
+    return RUNS[policy](trace.requests, capacity)
 
 
 Grid = dict[tuple[str, str, int], float]
+"""Hit ratio by trace name, policy and capacity."""
 
 
-def shortfalls(grid: Grid, traces: Sequence[str], capacities: Sequence[int]) -> list[str]:
+def fill_grid(
+    traces: Sequence[Trace], capacities: Sequence[int], log: CellLog, processes: int
+) -> Grid:
+    """Every cell: out of the log, or computed and put there."""
+    cells = {
+        (trace.digest, policy, capacity): (trace, policy, capacity)
+        for trace in traces
+        for capacity in reversed(capacities)
+        for policy in RUNS
+    }
+    missing = {cell: job for cell, job in cells.items() if cell not in log}
+    note(f"{len(cells)} cells, {len(missing)} of them to be computed")
+    with ProcessPoolExecutor(processes) as pool:
+        running = {pool.submit(count_hits, job): cell for cell, job in missing.items()}
+        for number, done in enumerate(as_completed(running), 1):
+            cell = running[done]
+            log.put(cell, done.result())
+            trace, policy, capacity = missing[cell]
+            ratio = log[cell] / max(1, trace.num_blocks)
+            note(f"{number}/{len(missing)} {trace.name} {policy} {capacity}: {ratio:.4f}")
+    return {
+        (trace.name, policy, capacity): log[trace.digest, policy, capacity]
+        / max(1, trace.num_blocks)
+        for trace in traces
+        for capacity in capacities
+        for policy in RUNS
+    }
+
+
+def shortfalls(grid: Grid, traces: Sequence[Trace], capacities: Sequence[int]) -> list[str]:
     """Every promise a cell breaks, in words."""
     found = []
-    for name in traces:
+    for trace in traces:
+        published, to_close = PUBLISHED.get(trace.digest, {}), CLOSED.get(trace.digest, {})
         for capacity in capacities:
-            at = {policy: grid[name, policy, capacity] for policy in RUNS}
-            where = f"{name} at {capacity}: "
-            published = PUBLISHED.get(name, {}).get(capacity)
-            if published is not None and abs(at["leaf-LRU"] - published) > 0.005:
-                found.append(f"{where}leaf-LRU {at['leaf-LRU']:.4f}, published {published}")
+            at = {policy: grid[trace.name, policy, capacity] for policy in RUNS}
+            where = f"{trace.name} at {capacity}: "
+            if capacity in published and abs(at["leaf-LRU"] - published[capacity]) > 0.005:
+                found.append(
+                    f"{where}leaf-LRU {at['leaf-LRU']:.4f}, published {published[capacity]}"
+                )
             for others, allowed in ((("leaf-LRU", "ARC"), 0.010), (("S3-FIFO", "GDSF"), 0.020)):
                 best = max(others, key=at.__getitem__)
                 if at["adaptive"] < at[best] - allowed:
                     found.append(f"{where}adaptive {at['adaptive']:.4f}, {best} {at[best]:.4f}")
-            wanted = CLOSED.get(capacity) if name == CLOSED_ON else None
-            if wanted is not None and closed(grid, name, capacity) < wanted:
-                found.append(f"{where}{closed(grid, name, capacity):.1%} closed, not {wanted:.0%}")
+            share = closed(grid, trace.name, capacity)
+            if capacity in to_close and share < to_close[capacity]:
+                found.append(f"{where}{share:.1%} closed, not {to_close[capacity]:.0%}")
     return found
 
 
@@ -122,40 +200,52 @@ def closed(grid: Grid, name: str, capacity: int) -> float:
     return (grid[name, "adaptive", capacity] - lru) / max(best - lru, 1e-9)
 
 
+def report(grid: Grid, traces: Sequence[Trace], capacities: Sequence[int]) -> None:
+    """The whole grid in one table."""
+    rows: list[list[object]] = [["trace", "policy", *(str(c) for c in capacities)]]
+    for trace in traces:
+        for policy in RUNS:
+            ratios = (f"{grid[trace.name, policy, c]:.3f}" for c in capacities)
+            rows.append([trace.name, policy, *ratios])
+        shares = (f"{closed(grid, trace.name, c):.0%}" for c in capacities)
+        rows.append([trace.name, "gap closed", *shares])
+    table(rows)
+
+
 def main() -> None:
     """Run the grid, print it, then one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE")
+    parser.add_argument("--generated", action="store_true", help="generated traces; no TRACE")
     parser.add_argument("--quick", action="store_true", help="1,500 requests, three capacities")
     parser.add_argument("--requests", type=int, help="only the first N requests of each trace")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="keep finished cells here")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    paths = options.traces or sorted(Path("../shared/traces").glob("*.jsonl*"))
-    if not paths:
-        parser.error("TRACE: none given, and there are none beside the project; name some")
+    if options.generated and options.traces:
+        parser.error("--generated takes no TRACE; run them apart")
     most = options.requests or (1500 if options.quick else None)
     capacities = CAPACITIES[:3] if options.quick else CAPACITIES
-    traces = [Trace.read(path, most) for path in paths]
-    jobs = [
-        (trace, policy, capacity)
-        for trace in traces
-        for capacity in reversed(capacities)
-        for policy in RUNS
-    ]
-    grid: Grid = {}
-    with ProcessPoolExecutor(options.processes) as pool:
-        for (trace, policy, capacity), ratio in zip(jobs, pool.map(cell, jobs), strict=True):
-            grid[trace.name, policy, capacity] = ratio
-            note(f"{trace.name} {policy} {capacity}: {ratio:.4f}")
-    for trace in traces:
-        rows: list[list[object]] = [[trace.name, *(str(c) for c in capacities)]]
-        for policy in RUNS:
-            rows.append([policy, *(f"{grid[trace.name, policy, c]:.3f}" for c in capacities)])
-        rows.append(["gap closed", *(f"{closed(grid, trace.name, c):.0%}" for c in capacities)])
-        table(rows)
-        print()
-    whole = most is None
-    short = shortfalls(grid, [trace.name for trace in traces], capacities) if whole else []
+    code = code_digest(
+        path
+        for part in ("index/*.py", "bench/policy_references.py", "tools/replay/*.py")
+        for path in ROOT.glob(part)
+    )
+    try:
+        if options.generated:
+            length = most or GENERATED_REQUESTS
+            traces = [Trace(name, generate(name, length)) for name in WORKLOADS]
+        else:
+            paths = find_traces(options.traces)
+            traces = with_own_names([Trace.read(path, most) for path in paths])
+        log = CellLog(options.log, code)
+    except (BadTrace, OSError, ValueError) as error:
+        parser.error(str(error))
+    with log:
+        grid = fill_grid(traces, capacities, log, options.processes)
+    report(grid, traces, capacities)
+    whole = most is None  # the start of a trace is mostly cold start: nothing is promised for it
+    short = shortfalls(grid, traces, capacities) if whole else []
     for line in short:
         print(f"short: {line}")
     emit(

@@ -1,10 +1,11 @@
 """The yardsticks of `bench.policy`, and its verdict."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.policy import RUNS, closed, shortfalls
+from bench.policy import CLOSED, PUBLISHED, RUNS, Trace, closed, shortfalls
 from kvtier.index.words import Tokens
 from kvtier.tools.replay.bounds import belady, infinite
 
@@ -35,16 +36,19 @@ def test_nobody_hits_more_than_belady_and_belady_not_more_than_infinite(
         assert RUNS[policy](blocks, capacity) <= best, policy
 
 
-def test_a_cell_that_falls_short_is_named() -> None:
+def test_a_cell_that_falls_short_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cells = {"leaf-LRU": 0.30, "ARC": 0.32, "adaptive": 0.305, "S3-FIFO": 0.2, "GDSF": 0.33}
     grid = {("t", policy, 500): cells.get(policy, 0.5) for policy in RUNS}
-    assert shortfalls(grid, ["t"], [500]) == [
+    trace = Trace("t", (np.arange(3, dtype=np.int32),))
+    assert shortfalls(grid, [trace], [500]) == [
         "t at 500: adaptive 0.3050, ARC 0.3200",
         "t at 500: adaptive 0.3050, GDSF 0.3300",
     ]
     assert round(closed(grid, "t", 500), 3) == 0.025
-    conversation = {("mooncake_conversation", policy, 2000): 0.2 for policy in RUNS}
-    assert shortfalls(conversation, ["mooncake_conversation"], [2000]) == [
-        "mooncake_conversation at 2000: leaf-LRU 0.2000, published 0.058",
-        "mooncake_conversation at 2000: 0.0% closed, not 15%",
+    monkeypatch.setitem(PUBLISHED, trace.digest, {2000: 0.058})
+    monkeypatch.setitem(CLOSED, trace.digest, {2000: 0.15})
+    level = {("t", policy, 2000): 0.2 for policy in RUNS}
+    assert shortfalls(level, [trace], [2000]) == [
+        "t at 2000: leaf-LRU 0.2000, published 0.058",
+        "t at 2000: 0.0% closed, not 15%",
     ]
