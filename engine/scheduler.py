@@ -9,14 +9,15 @@ none but those. Knows no model.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from math import ceil
 
 import numpy as np
 
 from kvtier.engine.errors import BadSettings
 from kvtier.engine.request import Request, State
+from kvtier.index.lookahead import Waiting
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.errors import TierFull
 from kvtier.tiers.lease import Lease
@@ -30,6 +31,7 @@ class EngineSettings:
     max_running: requests that hold leases at once.
 
     prefetch_depth: waiting requests whose blocks are brought up to DRAM meanwhile.
+    lookahead: waiting requests whose blocks, wherever they are, leave after all others.
     load_deadline_s: how long a request waits for blocks that the cache has promised, and for slots
     that it is vacating.
     reuse: False computes everything and shares nothing (a baseline).
@@ -39,11 +41,13 @@ class EngineSettings:
     step_tokens: int = 512
     max_running: int = 16
     prefetch_depth: int = 4
+    lookahead: int = 16
     load_deadline_s: float = 5.0
     reuse: bool = True
 
     def __post_init__(self) -> None:
-        leasts = {"step_tokens": 1, "max_running": 1, "prefetch_depth": 0, "load_deadline_s": 0}
+        leasts = {"step_tokens": 1, "max_running": 1}
+        leasts |= dict.fromkeys(("prefetch_depth", "lookahead", "load_deadline_s"), 0)
         for name, least in leasts.items():
             if getattr(self, name) < least:
                 raise BadSettings(
@@ -118,6 +122,7 @@ class Scheduler:
         Takes the slots that the launch writes. Raises `TierFull` if a request that runs alone
         cannot get them within the load deadline.
         """
+        self._look_ahead()
         self._cache.poll()
         self._end_loads()
         urgent, work = self._by_urgency(), list[Work]()
@@ -133,7 +138,7 @@ class Scheduler:
                 break
             if any(self._computes_for(each, request) for each in self._active):
                 continue
-            self._waiting.remove(request)
+            self._unqueue(request)
             self._admit(request)
             budget -= self._take(request, budget, work)
         self._prefetch()
@@ -157,8 +162,8 @@ class Scheduler:
         self._let_go(request)
         if request in self._active:
             self._active.remove(request)
-        with suppress(ValueError):
-            self._waiting.remove(request)
+        if request in self._waiting:
+            self._unqueue(request)
         request.state = State.FINISHED
         request.finish_reason = reason
         request.finished_at = self._clock()
@@ -232,7 +237,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Back to the head of the queue. Whole blocks stay in the cache, the tail is lost."""
-        self._let_go(request)
+        self._let_go(request, again=True)
         self._active.remove(request)
         request.state = State.WAITING
         request.computed = 0
@@ -274,6 +279,17 @@ class Scheduler:
         if request.lease.ticket.done():
             self._start(request, request.lease)
 
+    def _unqueue(self, request: Request) -> None:
+        """It does not wait any more; so its blocks are not kept for it either."""
+        self._waiting.remove(request)
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """Tell the cache who is next, so that what they will find stays until they come."""
+        if self._settings.reuse and self._settings.lookahead:
+            first = islice(self._waiting, self._settings.lookahead)
+            self._cache.expect([Waiting(r.namespace, r.tokens[: r.cache_limit]) for r in first])
+
     def _prefetch(self) -> None:
         if not self._settings.reuse:
             return
@@ -285,12 +301,12 @@ class Scheduler:
                     request.namespace, request.tokens, limit=request.cache_limit
                 )
 
-    def _let_go(self, request: Request) -> None:
+    def _let_go(self, request: Request, *, again: bool = False) -> None:
         if request.prefetch is not None:
             request.prefetch.close()
             request.prefetch = None
         if request.lease is not None:
-            self._cache.release(request.lease)
+            self._cache.release(request.lease, again=again)
             request.lease = None
             self._dropped(request.id)
 

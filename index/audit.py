@@ -124,6 +124,8 @@ def _check_lane(lanes: Lanes, nodes: list[Node], lane: int) -> None:
             holders.add(node)
         if (held or twigs.get(node, 0)) and node.parent is not None:
             twigs[node.parent] = twigs.get(node.parent, 0) + 1
+    stray = set(lanes.retired[lane]) - holders
+    _fail_if(bool(stray), f"lane {lane}: {len(stray)} retired nodes hold nothing")
     order = list(lanes.policies[lane])
     _fail_if(len(order) != len(holders), f"lane {lane}: {len(order)} in order, {len(holders)} hold")
     _fail_if(

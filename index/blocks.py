@@ -16,7 +16,7 @@ FIRST_CAPACITY = 1024
 ABSENT, RESIDENT = Residency.ABSENT, Residency.RESIDENT
 
 PER_COLUMN = ("state", "slot", "pins")
-PER_BLOCK = ("node", "parent", "depth", "busy", "hints", "keys", "keyed")
+PER_BLOCK = ("node", "parent", "depth", "busy", "hints", "keys", "keyed", "found")
 
 
 class IndexCorrupt(AssertionError):
@@ -29,7 +29,8 @@ class BlockTable:
     Per (column, id): `state` uint8 (`Residency`), `slot` int32 (meaningless when ABSENT), `pins`
     int32. Per id: `node` int32 (0: the id is free), `parent` id int32 (-1: first of its branch),
     `depth` int32 (blocks above it), `busy` int32 (pools that hold it, in any state, plus its pins),
-    `hints` uint8 (stores that may hold it), `keys` uint8[32] valid where `keyed`.
+    `hints` uint8 (stores that may hold it), `found` bool (somebody asked for what another had
+    made), `keys` uint8[32] valid where `keyed`.
 
     Beside them the counts that follow from them: `totals[column][state]` (ABSENT is not counted),
     `pinned[column]`, `evictable[column]` (RESIDENT and unpinned), and `hint_only`, the blocks with
@@ -52,6 +53,7 @@ class BlockTable:
         self.hints = np.zeros(FIRST_CAPACITY, np.uint8)
         self.keys = np.zeros((FIRST_CAPACITY, KEY_BYTES), np.uint8)
         self.keyed = np.zeros(FIRST_CAPACITY, np.bool_)
+        self.found = np.zeros(FIRST_CAPACITY, np.bool_)
         self.totals = [[0] * len(Residency) for _ in range(num_columns)]
         self.pinned = [0] * num_columns
         self.evictable = [0] * num_columns
@@ -101,6 +103,7 @@ class BlockTable:
         self.parent[ids[0]] = parent
         self.parent[ids[1:]] = ids[:-1]
         self.keyed[ids] = False
+        self.found[ids] = False
         return ids
 
     def free(self, ids: BlockIds) -> None:

@@ -16,9 +16,8 @@ from itertools import islice
 
 from kvtier.index.experts import Arc, Frequency, Independent, Recency, TinyLfu
 from kvtier.index.ghosts import Ghost, GhostTree
-from kvtier.index.policy import ColumnView, Harvest, LeafLru
+from kvtier.index.policy import Harvest, LeafLru
 from kvtier.index.tree import Node
-from kvtier.index.words import BlockIds
 
 HALF_LIFE = 2000
 """Requests after which a hit counts half in an expert's score."""
@@ -109,16 +108,13 @@ class Follow:
         if self._clock % _PATIENCE == 0:
             self._elect()
 
-    def plan(self, n: int, view: ColumnView[Node]) -> BlockIds:
-        harvest = Harvest(n, view)
+    def offer(self, harvest: Harvest[Node]) -> None:
         if self._follows:
             for node in self._unwanted:
                 if not harvest.missing:
-                    break
+                    return
                 harvest.offer(node, max(0, self._wanted_depth(node) - node.start))
-        if harvest.missing:
-            self._base.offer(harvest)
-        return harvest.blocks
+        self._base.offer(harvest)
 
     # ---- inside ----------------------------------------------------------------------------------
 

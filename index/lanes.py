@@ -2,17 +2,20 @@
 
 A *lane* is a pool's column, or the one lane more that holds whatever has any store's hint. For
 every node it counts its own held blocks (`held`) and the children that lead to held ones
-(`twigs`), and it tells each lane's policy what comes, goes and is used. Changes no residency.
+(`twigs`), and it tells each lane's policy what comes, goes and is used. Whatever the policy, what
+was retired goes first, the longest retired before the others. Changes no residency.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.index.blocks import BlockTable
-from kvtier.index.policy import EvictionPolicy, LeafLru
+from kvtier.index.policy import ColumnView, EvictionPolicy, Harvest, LeafLru
 from kvtier.index.tree import Node
+from kvtier.index.words import BlockIds
 
 
 class Lanes:
@@ -21,6 +24,7 @@ class Lanes:
     def __init__(self, table: BlockTable, policies: Mapping[int, EvictionPolicy[Node]]) -> None:
         self.hint = table.num_columns
         self.policies = dict(policies)
+        self.retired = {lane: OrderedDict[Node, None]() for lane in policies}
         self.attentive = any(not isinstance(p, LeafLru) for p in policies.values())
         self._table = table
 
@@ -51,7 +55,7 @@ class Lanes:
             node.held[lane] -= end - begin
             if node.held[lane]:
                 continue
-            self.policies[lane].removed(node)
+            self._removed(lane, node)
             above = None if node.twigs[lane] else node.parent
             while above is not None:
                 above.twigs[lane] -= 1
@@ -67,7 +71,7 @@ class Lanes:
                 continue
             path = _upward(deepest)
             seen.update(path)
-            self.policies[lane].touched([node for node in path if node.held[lane]])
+            self._touched(lane, [node for node in path if node.held[lane]])
 
     def touch(self, col: int, deepest: Node) -> None:
         """A request uses the path to this node: in the column, and in the hint lane with it."""
@@ -77,7 +81,7 @@ class Lanes:
             known = [node for node in path if node.held[lane]]
             for node in known:
                 node.newcomer &= settled
-            self.policies[lane].touched(known)
+            self._touched(lane, known)
 
     def cool(self, col: int, deepest: Node) -> None:
         """Move newcomers on the path to this node to the cold end, from below.
@@ -97,6 +101,39 @@ class Lanes:
             below = 1 if node.held[col] or node.twigs[col] else 0
         self.policies[col].cold(moved)
 
+    def retire(self, col: int, deepest: Node, start: int) -> None:
+        """Nodes from `deepest` up to depth `start` go before all others, until they are used."""
+        for node in _upward(deepest):
+            if node.start < start:
+                break
+            if node.held[col]:
+                self.retired[col][node] = None
+
+    def plan(self, lane: int, n: int, view: ColumnView[Node]) -> BlockIds:
+        """Up to `n` blocks to evict, in this order."""
+        harvest = Harvest(n, view)
+        self._offer(lane, harvest)
+        if harvest.relent():
+            self._offer(lane, harvest)
+        return harvest.blocks
+
+    def _offer(self, lane: int, harvest: Harvest[Node]) -> None:
+        for node in self.retired[lane]:
+            if not harvest.missing:
+                return
+            harvest.offer(node)
+        self.policies[lane].offer(harvest)
+
+    def _touched(self, lane: int, nodes: list[Node]) -> None:
+        self.policies[lane].touched(nodes)
+        retired = self.retired[lane]
+        for node in nodes if retired else ():
+            retired.pop(node, None)
+
+    def _removed(self, lane: int, node: Node) -> None:
+        self.policies[lane].removed(node)
+        self.retired[lane].pop(node, None)
+
     def split(self, upper: Node, lower: Node) -> None:
         """Share out the counts of a node that was cut, and give the new node its place."""
         upper.newcomer = lower.newcomer
@@ -107,7 +144,7 @@ class Lanes:
                 if upper.held[lane]:
                     policy.split(upper, lower)
                 if not lower.held[lane]:
-                    policy.removed(lower)
+                    self._removed(lane, lower)
             upper.twigs[lane] = 1 if lower.held[lane] or lower.twigs[lane] else 0
             # The new node's place is below its ancestors: used now, as they are.
             self.use(lane, [upper])

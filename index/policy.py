@@ -37,6 +37,10 @@ class ColumnView(Protocol[N]):
         column holds none of the node's blocks."""
         ...
 
+    def relent(self) -> bool:
+        """From now on let go of what was only to be passed over; False if there was nothing."""
+        ...
+
 
 class EvictionPolicy(Protocol[N]):
     """The order in which one column gives up its nodes.
@@ -70,8 +74,8 @@ class EvictionPolicy(Protocol[N]):
         """A request asks for the path with these `fingerprints`, whoever holds it."""
         ...
 
-    def plan(self, n: int, view: ColumnView[N]) -> BlockIds:
-        """Up to `n` blocks to evict, in this order."""
+    def offer(self, harvest: "Harvest[N]") -> None:
+        """Offer nodes in the order in which they should go, until the harvest is full."""
         ...
 
     def __iter__(self) -> Iterator[N]:
@@ -118,14 +122,7 @@ class LeafLru(Generic[N]):
     def requested(self, marks: bytes) -> None:
         """Recency needs no more than `touched`."""
 
-    def plan(self, n: int, view: ColumnView[N]) -> BlockIds:
-        """Walk from the head. A node's tail may go once all that hung below it is in the plan."""
-        harvest = Harvest(n, view)
-        self.offer(harvest)
-        return harvest.blocks
-
     def offer(self, harvest: "Harvest[N]") -> None:
-        """Offer the leaves in order until the harvest is full."""
         for node in self._order:
             if not harvest.missing:
                 return
@@ -133,7 +130,10 @@ class LeafLru(Generic[N]):
 
 
 class Harvest(Generic[N]):
-    """The blocks of one plan while it is made. Offer nodes in the order in which they should go."""
+    """The blocks of one plan while it is made. Offer nodes in the order in which they should go.
+
+    A node's tail may go once all that hung below it is in the plan.
+    """
 
     def __init__(self, n: int, view: ColumnView[N]) -> None:
         self.missing = n
@@ -146,6 +146,10 @@ class Harvest(Generic[N]):
     def blocks(self) -> BlockIds:
         """What was taken, in order."""
         return np.concatenate(self._parts) if self._parts else np.empty(0, np.int32)
+
+    def relent(self) -> bool:
+        """Whether it is worth offering all nodes again: blocks are missing, and more may go now."""
+        return self.missing > 0 and self._view.relent()
 
     def offer(self, node: N, keep: int = 0) -> None:
         """Take what may go from the node's tail, if all that hung below it is taken already."""

@@ -7,8 +7,9 @@ threads: the caller holds the lock. Every method either does all of its work or 
 `IndexCorrupt` and has changed nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from kvtier.index.audit import audit
 from kvtier.index.blocks import BlockTable, IndexCorrupt
 from kvtier.index.ghosts import fingerprints
 from kvtier.index.lanes import Lanes
+from kvtier.index.lookahead import Lookahead, Waiting
 from kvtier.index.policy import EvictionPolicy, LeafLru
 from kvtier.index.tree import Node, Tree
 from kvtier.index.views import HintView, PoolView
@@ -70,7 +72,8 @@ class RadixIndex:
     below it lives. An id fresh from `insert` has none of these: pin it, fill it or hint it before
     the next call that can free blocks, and `forget` it if nothing comes of it.
 
-    `policy(tier)` makes the eviction order of one pool; leaf-LRU unless given.
+    `policy(tier)` makes the eviction order of one pool; leaf-LRU unless given. `protectable` says
+    how many blocks of a pool `expect` may protect; none unless it does.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class RadixIndex:
         stores: Sequence[TierId] = (),
         max_hint_blocks: int = 1_000_000,
         policy: Callable[[TierId], EvictionPolicy[Node]] = _leaf_lru,
+        protectable: Mapping[TierId, int] = MappingProxyType({}),
     ) -> None:
         if block_size < 1 or not set(stores) <= set(columns) or len(set(columns)) != len(columns):
             raise ValueError(f"block size {block_size}, columns {columns}, stores {stores}")
@@ -94,6 +98,8 @@ class RadixIndex:
         policies[len(columns)] = LeafLru[Node]()
         self._lanes = Lanes(self._table, policies)
         self._tree = Tree(block_size, self._table, len(columns) + 1, self._lanes.split)
+        most = [protectable.get(tier, 0) for tier in columns]
+        self._lookahead = Lookahead(self._tree, self._table, most)
 
     def __repr__(self) -> str:
         s = self.statistics()
@@ -177,6 +183,11 @@ class RadixIndex:
             for policy in self._lanes.policies.values():
                 policy.requested(marks)
 
+    def expect(self, waiting: Sequence[Waiting]) -> None:
+        """Requests that will ask for these tokens soon, the next one first, in place of those named
+        before. Victims are taken elsewhere first: see `victims`."""
+        self._lookahead.expect(waiting)
+
     # ---- use -------------------------------------------------------------------------------------
 
     def touch(self, col: int, ids: BlockIds) -> None:
@@ -196,6 +207,21 @@ class RadixIndex:
         self._require_pool(col)
         if len(ids):
             self._lanes.cool(col, self._tree.owner(int(ids[-1])))
+
+    def found(self, ids: BlockIds) -> None:
+        """A request found these blocks here, which somebody else had made."""
+        self._table.found[ids] = True
+
+    def retire(self, col: int, made: BlockIds) -> None:
+        """Whoever made these blocks (one branch, root first) is done: the last of them, below the
+        deepest `found` one, are the first to leave `col`, until a path to them is used."""
+        own = made[len(made) - _num_last(~self._table.found[made]) :]
+        if len(own):
+            above = self.parent(int(own[0]))
+            if above >= 0:
+                self._tree.cut_below(above)
+            first = int(self._table.depth[own[0]])
+            self._lanes.retire(col, self._tree.cut_below(int(own[-1])), first)
 
     # ---- residency -------------------------------------------------------------------------------
 
@@ -293,7 +319,7 @@ class RadixIndex:
     def _bound_hints(self) -> None:
         """Drop blocks that live by hints alone, oldest leaves first, down to the bound."""
         while (excess := self._table.hint_only - self.max_hint_blocks) > 0:
-            old = self._lanes.policies[self._lanes.hint].plan(excess, HintView(self._table))
+            old = self._lanes.plan(self._lanes.hint, excess, HintView(self._table))
             if not len(old):
                 return  # the rest carries blocks that are in use
             for col in self._store_cols:
@@ -343,14 +369,14 @@ class RadixIndex:
 
     # ---- eviction --------------------------------------------------------------------------------
 
-    def victims(self, col: int, n: int, *, protect: BlockIds | None = None) -> BlockIds:
+    def victims(self, col: int, n: int) -> BlockIds:
         """Up to `n` RESIDENT, unpinned blocks of `col` in the order in which they should go.
 
         A plan: changes nothing. Leaves first, each from its tail: below a victim, `col` holds
-        nothing but earlier victims. `protect` names blocks to be treated as pinned.
+        nothing but earlier victims. What is `expect`ed goes when nothing else can.
         """
         self._require_pool(col)
-        return self._lanes.policies[col].plan(n, PoolView(self._table, col, protect))
+        return self._lanes.plan(col, n, PoolView(self._table, col, self._lookahead.protected(col)))
 
     def evictable(self, col: int) -> int:
         """How many blocks of a pool are RESIDENT and unpinned. A count kept by every change.
@@ -395,3 +421,8 @@ class RadixIndex:
     def _require_store(self, col: int) -> None:
         if col not in self._store_cols:
             raise IndexCorrupt(f"column {col}: is not a store")
+
+
+def _num_last(flags: npt.NDArray[np.bool_]) -> int:
+    """How many entries at the end are all true."""
+    return len(flags) if flags.all() else int(flags[::-1].argmin())

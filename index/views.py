@@ -24,16 +24,18 @@ def _take_tail(
 
 
 class PoolView:
-    """Blocks of a pool: RESIDENT, unpinned, not protected may go; ABSENT ones are holes."""
+    """Blocks of a pool: RESIDENT and unpinned may go; ABSENT ones are holes.
 
-    def __init__(self, table: BlockTable, col: int, protect: BlockIds | None) -> None:
+    `protected`, a flag per block id, names blocks that may go only when the plan relents.
+    """
+
+    def __init__(
+        self, table: BlockTable, col: int, protected: npt.NDArray[np.bool_] | None
+    ) -> None:
         self._col = col
         self._state = table.state[col]
         self._pins = table.pins[col]
-        self._protected: npt.NDArray[np.bool_] | None = None
-        if protect is not None and len(protect):
-            self._protected = np.zeros(table.size, np.bool_)
-            self._protected[protect] = True
+        self._protected = protected
 
     def parent(self, node: Node) -> Node | None:
         return node.parent
@@ -43,6 +45,10 @@ class PoolView:
 
     def holds(self, node: Node) -> bool:
         return node.held[self._col] > 0
+
+    def relent(self) -> bool:
+        protected, self._protected = self._protected, None
+        return protected is not None
 
     def tail(self, node: Node, n: int, keep: int = 0) -> tuple[BlockIds, bool]:
         ids = node.ids
@@ -83,6 +89,9 @@ class HintView:
 
     def holds(self, node: Node) -> bool:
         return True  # what lies above is looked at when its own turn comes
+
+    def relent(self) -> bool:
+        return False
 
     def tail(self, node: Node, n: int, keep: int = 0) -> tuple[BlockIds, bool]:
         run = node.ids[keep:][::-1]

@@ -21,6 +21,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from kvtier.index.lookahead import Waiting
 from kvtier.index.policies import make_policy
 from kvtier.index.policy import EvictionPolicy
 from kvtier.index.radix import RadixIndex
@@ -53,6 +54,9 @@ LOOK_FOR_COMPUTE_S = 0.002
 
 # Blocks are copied down ahead of eviction when the pool below is at least this many times larger.
 EAGER_RATIO = 2
+
+# Waiting requests may keep one block in so many of a pool from being evicted.
+PROTECTABLE = 2
 
 
 class TieredCache:
@@ -96,13 +100,20 @@ class TieredCache:
         def policy(tier: TierId) -> EvictionPolicy[Node]:
             return make_policy(policies.get(tier, "lru"), slots[tier], block_size)
 
-        index = RadixIndex(block_size, columns, stores=[s.tier for s in stores], policy=policy)
+        index = RadixIndex(
+            block_size,
+            columns,
+            stores=[s.tier for s in stores],
+            policy=policy,
+            protectable={tier: n // PROTECTABLE for tier, n in slots.items()},
+        )
         eager = _is_eager(pools, store) if eager_copy_down is None else eager_copy_down
         self._ledger = Ledger(index, pools, store, mover, eager=eager and len(columns) > 1)
         self._index = index
         self._write_back: WriteBack | None = None
         if writeback_s is not None and store is not None and pools[-1].tier is not TierId.HBM:
             self._write_back = WriteBack(self._ledger, writeback_s, clock)
+        self._retires = pools[0].tier is TierId.HBM and len(columns) > 1
         self._loads: list[Load] = []
         self._sinks: list[Sink] = []
         self._leases: dict[int, Lease] = {}
@@ -178,6 +189,15 @@ class TieredCache:
             self._loads.append(load)
             return Ticket(self, load)
 
+    def expect(self, waiting: Sequence[Waiting]) -> None:
+        """Requests that will be acquired soon, the next one first, in place of those named before.
+
+        In every pool their blocks, up to half of its slots, are evicted after all others. Costs
+        nothing until something is evicted; then their paths are matched once.
+        """
+        with self._lock:
+            self._index.expect(waiting)
+
     # ---- a request's life ------------------------------------------------------------------------
 
     def extend(self, lease: Lease, n: int, *, deadline: float | None = None) -> None:
@@ -247,8 +267,13 @@ class TieredCache:
                 twin.ticket = CopyTicket(self, tail)
             return twin
 
-    def release(self, lease: Lease) -> None:
-        """End a lease: unpin what is shared, free what is private. Idempotent."""
+    def release(self, lease: Lease, *, again: bool = False) -> None:
+        """End a lease: unpin what is shared, free what is private. Idempotent.
+
+        Blocks that it made and nobody else has found are the first to leave HBM, if there is a
+        level below: most of them are never asked for again, and the rest not soon. Not if the same
+        request will be back for them (`again`).
+        """
         with self._lock:
             if lease.released:
                 return
@@ -256,6 +281,8 @@ class TieredCache:
             self._leases.pop(lease.id, None)
             committed, lease.committed = lease.committed, lease.committed[:0]
             private, lease.private = lease.private, lease.private[:0]
+            if self._retires and not again:
+                self._index.retire(0, committed)
             self._index.unpin(0, committed)
             lease.load.close()
             self._hits.update(lease.sources)
@@ -456,6 +483,7 @@ class TieredCache:
         filling = self._index.state(0, new) == Residency.FILLING
         usable = int(np.argmax(filling)) if filling.any() else len(new)
         missing = self._ledger.lacks(0, new[:usable])
+        self._index.found(new[:usable][~missing])
         given = slots[:usable]
         for start, stop in mask_runs(missing):
             self._ledger.made(new[start:stop], given[start:stop])

@@ -55,6 +55,7 @@ class Load:
         matched = reachable(ledger, namespace, self._tokens)
         for pool in range(len(ledger.pools)):
             self._index.touch(pool, matched[ledger.holds(pool, matched)])
+        self._index.found(matched)
         self._extend(matched)
         self.sources[: len(known)] = known[: len(self.sources)]
         self._ask()

@@ -12,9 +12,11 @@ from kvtier.engine.errors import BadSettings
 from kvtier.engine.request import Request, State
 from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.scheduler import EngineSettings, Work
+from kvtier.index.lookahead import Waiting
 from kvtier.index.words import BlockKey, TierId, Tokens
 from kvtier.tiers.contracts import Answer, Flight, Put
 from kvtier.tiers.errors import TierFull
+from kvtier.tiers.lease import Lease
 from kvtier.tiers.simulated import SimDevice, SimStore
 from tests.engine.rig import Rig, make_rig, prompts, stored
 from tests.engine.variants import BLOCK, reference, reference_greedy
@@ -251,6 +253,80 @@ def test_waiting_requests_have_their_blocks_brought_to_dram_meanwhile(tiny: Path
     rig.expect_idle()
 
 
+def watch_queue(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
+    """What the cache is told of the queue, each time: the tokens of those who wait."""
+    told: list[list[list[int]]] = []
+    expect = rig.cache.expect
+
+    def watched(waiting: Sequence[Waiting]) -> None:
+        told.append([each.tokens.tolist() for each in waiting])
+        expect(waiting)
+
+    monkeypatch.setattr(rig.cache, "expect", watched)
+    return told
+
+
+def test_the_cache_is_told_who_waits_in_order_and_when_nobody_does(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(tiny, settings=EngineSettings(max_running=1, lookahead=2))
+    told = watch_queue(rig, monkeypatch)
+    texts = prompts(rig.config, 20, 33, 47, 50)
+    requests = [rig.request(text, 2) for text in texts]
+    rig.core.run(requests)
+    # The last token of a prompt is always computed: the cache is not asked for it.
+    first, second, third, fourth = [text[:-1].tolist() for text in texts]
+    seen = [each for each, before in zip(told, [None, *told], strict=False) if each != before]
+    assert seen == [[first, second], [second, third], [third, fourth], [fourth], []]
+
+
+def test_a_request_that_is_cancelled_while_it_waits_is_not_expected_any_more(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(tiny, settings=EngineSettings(max_running=1))
+    told = watch_queue(rig, monkeypatch)
+    running, waiting = (rig.request(text, 4) for text in prompts(rig.config, 20, 33))
+    rig.core.submit(running)
+    rig.core.submit(waiting)
+    rig.core.step()
+    assert len(told[-1]) == 1
+    rig.core.scheduler.finish(waiting, "cancelled")
+    assert told[-1] == []
+    rig.finish(running)
+    rig.expect_idle()
+
+
+def test_blocks_that_a_waiting_request_will_find_outlive_what_others_compute(tiny: Path) -> None:
+    settings = EngineSettings(step_tokens=64, max_running=1)
+    rig = make_rig(tiny, hbm=12, settings=settings)
+    document, younger, other = prompts(rig.config, 64, 48, 100)
+    rig.run(rig.request(document, 1))
+    rig.run(rig.request(younger, 1))
+    between, waiting = rig.request(other, 30), rig.request(document, 1)
+    rig.run(between, waiting)
+    assert waiting.cached_tokens == 48
+    rig.expect_idle()
+
+
+def test_a_preempted_request_is_no_finished_turn(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(tiny, hbm=8, dram=32, settings=EngineSettings(step_tokens=64, max_running=4))
+    ends: list[tuple[int, bool]] = []
+    release = rig.cache.release
+
+    def watched(lease: Lease, *, again: bool = False) -> None:
+        ends.append((lease.id, again))
+        release(lease, again=again)
+
+    monkeypatch.setattr(rig.cache, "release", watched)
+    rig.run(*(rig.request(text, 60) for text in prompts(rig.config, 40, 41)))
+    assert {again for _, again in ends} == {True, False}
+    assert ends[0][1], "the younger one makes room first"
+    assert not ends[-1][1]
+    rig.expect_idle()
+
+
 def test_reuse_switched_off_computes_everything(tiny: Path) -> None:
     rig = make_rig(tiny, dram=16, settings=EngineSettings(reuse=False))
     (text,) = prompts(rig.config, 60)
@@ -303,6 +379,7 @@ def test_a_seeded_draw_does_not_depend_on_what_runs_beside_it(tiny: Path) -> Non
         ("step_tokens", 0),
         ("max_running", 0),
         ("prefetch_depth", -1),
+        ("lookahead", -1),
         ("step_tokens", 15),
         ("load_deadline_s", -1),
     ],

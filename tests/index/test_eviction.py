@@ -80,13 +80,6 @@ def test_blocks_in_flight_below_keep_their_ancestors() -> None:
     assert index.victims(HBM, 9).tolist() == ids[2:].tolist()
 
 
-def test_protected_blocks_are_passed_over_with_their_ancestors() -> None:
-    index = make(3)
-    a, b = fill(index, HBM, text(3, 1, 2)), fill(index, HBM, text(3, 3))
-    assert index.victims(HBM, 9, protect=a[1:]).tolist() == b.tolist()
-    assert index.victims(HBM, 9, protect=a[:1]).tolist() == [int(a[1]), int(b[0])]
-
-
 def test_a_promoted_path_goes_first_until_it_is_used() -> None:
     index = make(3)
     warm = fill(index, DRAM, text(3, 1, 2))

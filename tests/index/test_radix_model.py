@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvtier.index.lookahead import Waiting
 from kvtier.index.policy import EvictionPolicy, LeafLru
 from kvtier.index.radix import IndexCorrupt, RadixIndex
 from kvtier.index.tree import Node
@@ -23,6 +24,7 @@ RESIDENT, LEAVING = Residency.RESIDENT, Residency.LEAVING
 BLOCK = 3
 COLUMNS = (TierId.HBM, TierId.DRAM, TierId.NVME)
 POOLS, STORE = (0, 1), 2
+PROTECTABLE = (2, 5)
 NAMESPACES = (b"one", b"two")
 
 Path = tuple[bytes, tuple[int, ...]]
@@ -61,7 +63,13 @@ class IndexMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.orders: list[LeafLru[Node]] = []
-        self.index = RadixIndex(BLOCK, COLUMNS, stores=[TierId.NVME], policy=self.order)
+        self.index = RadixIndex(
+            BLOCK,
+            COLUMNS,
+            stores=[TierId.NVME],
+            policy=self.order,
+            protectable=dict(zip(COLUMNS, PROTECTABLE, strict=False)),
+        )
         self.model: dict[Path, Block] = {}
         self.next_slot = 0
 
@@ -116,6 +124,31 @@ class IndexMachine(RuleBasedStateMachine):
         for path in paths:
             self.model[path].slot[col] = -1
         self.forget_model(paths)
+
+    def expected(self, col: int, waiting: list[Path]) -> set[Path]:
+        """What look-ahead keeps: of each path from its root, the first ones first."""
+        kept: set[Path] = set()
+        for namespace, tokens in waiting:
+            for end in range(BLOCK, len(tokens) + 1, BLOCK):
+                path = namespace, tokens[:end]
+                if path not in self.model or len(kept) == PROTECTABLE[col]:
+                    break
+                block = self.model[path]
+                if block.state[col] == RESIDENT and not block.pins[col]:
+                    kept.add(path)
+        return kept
+
+    def may_go(self, col: int, kept: set[Path]) -> set[Path]:
+        """The largest set that could leave the column, leaves first."""
+        found: set[Path] = set()
+        for path in sorted(self.model, key=lambda p: -len(p[1])):
+            block = self.model[path]
+            if block.state[col] != RESIDENT or block.pins[col] or path in kept:
+                continue
+            below = [p for p in self.model if self.is_below(p, path) and self.model[p].state[col]]
+            if all(p in found for p in below):
+                found.add(path)
+        return found
 
     # ---- rules -----------------------------------------------------------------------------------
 
@@ -232,21 +265,32 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.touch(col, self.ids(self.span(span)))
 
     @precondition(lambda self: self.model)
-    @rule(col=st.sampled_from(POOLS), n=st.integers(0, 9), span=SPANS, leave=st.booleans())
-    def evict(self, col: int, n: int, span: tuple[int, int, int], leave: bool) -> None:
-        protected = set(self.ids(self.span(span)).tolist()) if n % 2 else set()
-        victims = self.index.victims(col, n, protect=array(sorted(protected)))
+    @rule(span=SPANS)
+    def found(self, span: tuple[int, int, int]) -> None:
+        self.index.found(self.ids(self.span(span)))
+
+    @precondition(lambda self: self.model)
+    @rule(col=st.sampled_from(POOLS), span=SPANS)
+    def retire(self, col: int, span: tuple[int, int, int]) -> None:
+        self.index.retire(col, self.ids(self.span(span)))
+
+    @precondition(lambda self: self.model)
+    @rule(
+        col=st.sampled_from(POOLS),
+        n=st.integers(0, 9),
+        spans=st.lists(SPANS, max_size=3),
+        leave=st.booleans(),
+    )
+    def evict(self, col: int, n: int, spans: list[tuple[int, int, int]], leave: bool) -> None:
+        waiting = [self.span(span)[-1] for span in spans]
+        self.index.expect([Waiting(namespace, array(tokens)) for namespace, tokens in waiting])
+        victims = self.index.victims(col, n)
         by_id = {block.id: path for path, block in self.model.items()}
         chosen = [by_id[block] for block in victims.tolist()]
-        may_go: set[Path] = set()  # the largest set that could go, leaves first
-        for path in sorted(self.model, key=lambda p: -len(p[1])):
-            block = self.model[path]
-            if block.state[col] != RESIDENT or block.pins[col] or block.id in protected:
-                continue
-            below = [p for p in self.model if self.is_below(p, path) and self.model[p].state[col]]
-            if all(p in may_go for p in below):
-                may_go.add(path)
+        may_go = self.may_go(col, set())
+        others = self.may_go(col, self.expected(col, waiting))
         assert len(chosen) == min(n, len(may_go))
+        assert set(chosen[: len(others)]) <= others, "what is expected goes last"
         for position, path in enumerate(chosen):
             assert path in may_go
             below = [p for p in self.model if self.is_below(p, path) and self.model[p].state[col]]
@@ -360,7 +404,11 @@ def walk(seed: int, steps: int) -> IndexMachine:
         lambda: machine.unpin(number(3), span()),
         lambda: machine.forget(span()),
         lambda: machine.touch(number(3), span()),
-        lambda: machine.evict(pool(), number(6), span(), number(2) == 0),
+        lambda: machine.found(span()),
+        lambda: machine.retire(pool(), span()),
+        lambda: machine.evict(
+            pool(), number(6), [span() for _ in range(number(3))], number(2) == 0
+        ),
         lambda: machine.keys(span()),
         lambda: machine.illegal(pool(), span(), (FILLING, LEAVING)[number(2)]),
     ]
