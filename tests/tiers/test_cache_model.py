@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from kvtier.index.lookahead import Waiting
 from kvtier.index.words import TierId, Tokens
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.errors import TierFull
@@ -132,9 +133,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.settle_and_compute(lease, 100.0)
         self.rig.cache.release(lease)
 
-    @rule(lease=consumes(leases))
-    def release(self, lease: Lease) -> None:
-        self.rig.cache.release(lease)
+    @rule(lease=consumes(leases), again=st.booleans())
+    def release(self, lease: Lease, again: bool) -> None:
+        self.rig.cache.release(lease, again=again)
+
+    @rule(waiting=st.lists(st.builds(Waiting, namespaces, documents), max_size=3))
+    def expect(self, waiting: list[Waiting]) -> None:
+        """From now on these requests wait; nobody may notice but by what is evicted."""
+        self.rig.cache.expect(waiting)
 
     @rule(target=leases, lease=leases)
     def fork(self, lease: Lease) -> Lease:
