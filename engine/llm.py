@@ -30,7 +30,7 @@ from kvtier.engine.tokenizer import Message, TextStream, Tokenizer, has_tokenize
 from kvtier.engine.weights import load_weights
 from kvtier.index.namespace import BlockLayout, Namespace
 from kvtier.index.words import Tokens, as_tokens
-from kvtier.tiers.lease import CacheStatistics
+from kvtier.tiers.lease import CacheStatistics, Ticket
 
 Prompt = str | Sequence[int] | npt.NDArray[np.integer]
 OnText = Callable[[int, str], None]
@@ -149,6 +149,19 @@ class LLM:
         request = self._request(ids[: len(ids) // size * size], None, salt)
         self._core.run([request])
         return request.completion()
+
+    def prefetch(
+        self, tokens: Sequence[int] | Tokens, *, salt: str = "", timeout_s: float | None = None
+    ) -> Ticket:
+        """A hint that a prompt will begin with `tokens`, e.g. of documents just retrieved.
+
+        Brings what the store has of them into DRAM, behind whatever requests wait for; no read
+        begins after `timeout_s`. Returns at once; close the ticket when the prompt has been asked.
+        May be called from another thread than `generate`. Raises `BadTokens`.
+        """
+        deadline = None if timeout_s is None else self.cache.clock() + timeout_s
+        digest = self.namespace(salt).digest
+        return self.cache.prefetch(digest, as_tokens(tokens), deadline=deadline)
 
     def flush(
         self, tokens: Sequence[int] | Tokens, *, salt: str = "", timeout_s: float = 60.0

@@ -268,12 +268,16 @@ class Scheduler:
 
     def _admit(self, request: Request) -> None:
         limit = request.cache_limit if self._settings.reuse else 0
+        request.load_until = self._clock() + self._settings.load_deadline_s
         request.lease = self._cache.acquire(
-            request.namespace, request.tokens, limit=limit, prefetched=request.prefetch
+            request.namespace,
+            request.tokens,
+            limit=limit,
+            prefetched=request.prefetch,
+            deadline=request.load_until,
         )
         request.prefetch = None
         request.state = State.LOADING
-        request.load_until = self._clock() + self._settings.load_deadline_s
         self._active.append(request)
         self._active.sort(key=lambda each: each.id)
         if request.lease.ticket.done():

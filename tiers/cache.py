@@ -42,7 +42,7 @@ from kvtier.tiers.lease import (
 from kvtier.tiers.ledger import Ledger
 from kvtier.tiers.load import Load, reachable
 from kvtier.tiers.mover import Mover
-from kvtier.tiers.moves import mask_runs
+from kvtier.tiers.moves import Terms, mask_runs
 from kvtier.tiers.sink import Sink
 from kvtier.tiers.writeback import WRITEBACK_S, WriteBack
 
@@ -108,13 +108,17 @@ class TieredCache:
             protectable={tier: n // PROTECTABLE for tier, n in slots.items()},
         )
         eager = _is_eager(pools, store) if eager_copy_down is None else eager_copy_down
-        self._ledger = Ledger(index, pools, store, mover, eager=eager and len(columns) > 1)
+        self._ledger = Ledger(
+            index, pools, store, mover, clock=clock, eager=eager and len(columns) > 1
+        )
         self._index = index
         self._write_back: WriteBack | None = None
         if writeback_s is not None and store is not None and pools[-1].tier is not TierId.HBM:
             self._write_back = WriteBack(self._ledger, writeback_s, clock)
         self._retires = pools[0].tier is TierId.HBM and len(columns) > 1
         self._loads: list[Load] = []
+        self._prefetches: list[Load] = []
+        self._prefetching = False
         self._sinks: list[Sink] = []
         self._leases: dict[int, Lease] = {}
         self._next_lease = 1
@@ -147,18 +151,20 @@ class TieredCache:
         *,
         limit: int | None = None,
         prefetched: Ticket | None = None,
+        deadline: float | None = None,
     ) -> Lease:
         """A lease on the longest cached prefix; loads begin for what lies below the top pool.
 
         At most `limit` tokens are taken from the cache. `prefetched` is the ticket of an earlier
-        `prefetch` of these tokens: it is closed here, once the lease has its own pins. The lease
-        must be released. Never waits: see `Lease.ticket`.
+        `prefetch` of these tokens: it is closed here, once the lease has its own pins. Loading ends
+        at `deadline`, with the contiguous part that has arrived. The lease must be released. Never
+        waits: see `Lease.ticket`.
         """
         with self._lock:
             self._advance()
             self._index.request(namespace, tokens)
             known = prefetched.sources if prefetched is not None else ()
-            load = Load(self._ledger, namespace, tokens[:limit], 0, known)
+            load = Load(self._ledger, namespace, tokens[:limit], 0, known, Terms(deadline))
             lease = Lease(self, self._next_lease, namespace, load)
             self._next_lease += 1
             self._leases[lease.id] = lease
@@ -168,16 +174,42 @@ class TieredCache:
             prefetched.close()
         return lease
 
-    def prefetch(self, namespace: bytes, tokens: Tokens, *, limit: int | None = None) -> Ticket:
-        """Bring the path into the last pool, no further. Close the ticket when done with it."""
+    def prefetch(
+        self,
+        namespace: bytes,
+        tokens: Tokens,
+        *,
+        limit: int | None = None,
+        deadline: float | None = None,
+    ) -> Ticket:
+        """A hint that these tokens, `limit` of them at most, will be asked for soon.
+
+        Brings the path into the last pool, no further, behind whatever requests wait for: the reads
+        of all prefetches together are bounded, and what a request wants of a prefetch under way it
+        shares, and speeds up. No read begins after `deadline`; what has arrived stays. All open
+        prefetches together pin half of the pool at most, and a path is cut to what that leaves, so
+        close the ticket (or give it to `acquire`) when done with it. Never waits. Does nothing
+        where HBM stands right above the store.
+        """
         with self._lock:
             self._advance()
-            last = len(self._ledger.pools) - 1
-            if last == 0:
+            pool = self._ledger.pools[-1]
+            if pool.tier is TierId.HBM:
                 return Ticket(self, None)
-            load = Load(self._ledger, namespace, tokens[:limit], last)
-            self._loads.append(load)
-            return Ticket(self, load)
+            self._prefetches = [load for load in self._prefetches if load.held]
+            room = pool.num_slots // 2 - sum(load.held for load in self._prefetches)
+            wanted = tokens[:limit][: max(0, room) * self.block_size]
+            terms = Terms(deadline, background=True)
+            load = Load(self._ledger, namespace, wanted, len(self._ledger.pools) - 1, terms=terms)
+            self._prefetches.append(load)
+            self._track(load)
+        self.signal.notify()  # whoever polls an idle cache should know
+        return Ticket(self, load)
+
+    @property
+    def is_prefetching(self) -> bool:
+        """Whether a prefetch is under way, which every news may move on."""
+        return self._prefetching
 
     def lookup(self, namespace: bytes, tokens: Tokens) -> Ticket:
         """Find out how much of the path memory and the store have; moves nothing.
@@ -380,7 +412,10 @@ class TieredCache:
         None: never, all there is to do follows from calls and signals.
         """
         with self._lock:
-            return None if self._write_back is None else self._write_back.next_due()
+            dues = [load.terms.deadline for load in self._loads if load.terms.background]
+            if self._write_back is not None:
+                dues.append(self._write_back.next_due())
+            return min((due for due in dues if due is not None), default=None)
 
     def drain(self, deadline: float | None = None) -> bool:
         """Poll until nothing is in flight; False if `deadline` came first."""
@@ -460,9 +495,10 @@ class TieredCache:
 
     def _advance(self) -> None:
         self._ledger.advance()
-        for load in self._loads:
-            load.advance()
+        for load in sorted(self._loads, key=lambda load: load.terms.background):
+            load.advance()  # who waits takes slots first
         self._loads = [load for load in self._loads if not load.done]
+        self._prefetching = any(load.terms.background for load in self._loads)
         for sink in self._sinks:
             sink.advance()
         self._sinks = [sink for sink in self._sinks if not sink.done]
@@ -473,6 +509,7 @@ class TieredCache:
     def _track(self, load: Load) -> None:
         if not load.done:
             self._loads.append(load)
+            self._prefetching = self._prefetching or load.terms.background
 
     def _settle_new(self, new: BlockIds, slots: Slots) -> int:
         """Make freshly filled blocks RESIDENT, or adopt those that are; how many leading could.

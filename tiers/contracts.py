@@ -64,7 +64,14 @@ class Flight:
     no worker calls into the cache, it only wakes `signal`. Every block ends LANDED or FAILED, once.
     """
 
-    def __init__(self, n: int, signal: Signal) -> None:
+    def __init__(
+        self,
+        n: int,
+        signal: Signal,
+        *,
+        deadline: float | None = None,
+        background: bool = False,
+    ) -> None:
         self.status = np.zeros(n, np.uint8)
         self.checksums: Checksums = np.zeros(n, np.uint64)
         self.sources: list[TierId | None] = [None] * n
@@ -74,6 +81,8 @@ class Flight:
         self._seen = np.zeros(n, np.bool_)
         self._stalled = False
         self._cancelled = False
+        self._deadline = deadline
+        self._background = background
         self._lock = Condition()
 
     def __len__(self) -> int:
@@ -105,6 +114,22 @@ class Flight:
     def cancel(self) -> None:
         """Lose interest. The flight still ends by itself: until then its slots are in use."""
         self._cancelled = True
+
+    @property
+    def deadline(self) -> float | None:
+        """`Fetch.deadline`, as whoever wants it longest gives it."""
+        return self._deadline
+
+    @property
+    def background(self) -> bool:
+        """True while nobody waits for it."""
+        return self._background
+
+    def join(self, deadline: float | None, *, background: bool) -> None:
+        """Somebody else wants it too: the later deadline holds, and who waits makes it urgent."""
+        if deadline is None or (self._deadline is not None and deadline > self._deadline):
+            self._deadline = deadline
+        self._background = self._background and background
 
     @property
     def unread(self) -> int:
@@ -246,6 +271,9 @@ class Fetch:
     slots: Slots
     deadline: float | None = None
     """`time.monotonic` seconds: reads not begun by then are dropped, and fail. None: no limit."""
+    background: bool = False
+    """Nobody waits for it: reads that somebody waits for go first, and it takes part of the threads
+    only. `Flight.join` changes both for the fetch under way."""
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,15 @@ from kvtier.index.words import BlockIds, BlockKey, Residency, Slots, TierId
 from kvtier.tiers.contracts import PENDING, Fetch, Flight, Pool, Put, Store
 from kvtier.tiers.guard import SlotBook, SlotUse
 from kvtier.tiers.mover import Mover
-from kvtier.tiers.moves import Doubt, Mask, Move, TailCopy, branch_runs
+from kvtier.tiers.moves import Doubt, Mask, Move, TailCopy, Terms, branch_runs
 
 # Blocks go down to a store in groups, so that one sync serves many; at most an eighth of the pool.
 EVICTION_GROUP = 32
+
+# What all prefetches together may be reading from the store, and one of them in one fetch; never
+# more than an eighth of the pool. Little enough to be over soon, when a request comes that waits.
+PREFETCH_BYTES = 64 << 20
+PREFETCH_PIECE_BYTES = 16 << 20
 
 
 class Ledger:
@@ -37,12 +42,14 @@ class Ledger:
         store: Store | None,
         mover: Mover | None,
         *,
+        clock: Callable[[], float],
         eager: bool,
     ) -> None:
         self.index = index
         self.pools = tuple(pools)
         self.store = store
         self.mover = mover
+        self.clock = clock
         self.book = SlotBook(pools[0].num_slots)
         self.store_col = len(self.pools)
         self.dropped = 0
@@ -116,6 +123,7 @@ class Ledger:
         col: int,
         slots: Slots,
         arrived: Callable[[int, TierId | None], None],
+        terms: Terms,
     ) -> None:
         """Start filling pool `col` from the level below.
 
@@ -135,9 +143,36 @@ class Ledger:
             namespace, parent, keys, prefix = self._address(ids)
             tokens = self.index.tokens_of(ids)
             flight = self._store().fetch(
-                Fetch(namespace, parent, tokens, keys, prefix, self.pools[col], slots)
+                Fetch(
+                    namespace,
+                    parent,
+                    tokens,
+                    keys,
+                    prefix,
+                    self.pools[col],
+                    slots,
+                    deadline=terms.deadline,
+                    background=terms.background,
+                )
             )
         self._moves.append(Move(flight, ids, below, col, slots, arrived))
+
+    def join_fetches(self, ids: BlockIds, terms: Terms) -> None:
+        """Somebody else wants these blocks: where a fetch is bringing them, on his terms too."""
+        for move in self._moves:
+            if move.src == self.store_col and np.isin(ids, move.ids).any():
+                move.flight.join(terms.deadline, background=terms.background)
+
+    def prefetch_room(self) -> int:
+        """How many blocks one more fetch in the background may bring now."""
+        pool = self.pools[-1]
+        reading = sum(
+            move.flight.unread
+            for move in self._moves
+            if move.src == self.store_col and move.flight.background and not move.flight.stalled
+        )
+        most = max(1, min(PREFETCH_BYTES // pool.block_bytes, pool.num_slots // 8))
+        return max(0, min(most - reading, max(1, PREFETCH_PIECE_BYTES // pool.block_bytes)))
 
     def is_stalled(self, ids: BlockIds) -> Mask:
         """Which blocks are being filled by a copy that does not come on.

@@ -18,7 +18,7 @@ import numpy as np
 from kvtier.index.words import ROOT_KEY, BlockIds, TierId, Tokens, block_keys
 from kvtier.tiers.contracts import Answer
 from kvtier.tiers.ledger import Ledger
-from kvtier.tiers.moves import Mask
+from kvtier.tiers.moves import ANY_TIME, Mask, Terms
 
 
 class Load:
@@ -26,6 +26,8 @@ class Load:
 
     With `col` the store's column nothing moves: it only finds out.
     `known` are the tiers an earlier load found the first blocks in, for the record.
+    At `terms.deadline` it ends by itself. In the background it reads from the store piece by piece,
+    as much at a time as the ledger allows all such loads together.
     """
 
     def __init__(
@@ -35,7 +37,9 @@ class Load:
         tokens: Tokens,
         col: int,
         known: Sequence[TierId] = (),
+        terms: Terms = ANY_TIME,
     ) -> None:
+        self.terms = terms
         self._ledger = ledger
         self._index = ledger.index
         self._namespace = namespace
@@ -66,6 +70,11 @@ class Load:
         """True once nothing more will arrive; `arrived` is final."""
         return self._ended
 
+    @property
+    def held(self) -> int:
+        """Blocks that it pins, or may come to pin. 0 once it is closed."""
+        return len(self.ids) if self._ended else len(self._tokens) // self._size
+
     def advance(self) -> None:
         """Move on as far as outcomes, sources and room allow."""
         if self._ended:
@@ -74,6 +83,10 @@ class Load:
             held, self._answer = self._answer.value, None
             self._discovered(held)
         self._count()  # what has arrived makes room for what follows
+        deadline = self.terms.deadline
+        if deadline is not None and self._ledger.clock() >= deadline:
+            self.settle()
+            return
         for col in reversed(self._cols):
             self._lift(col)
         self._count()
@@ -141,6 +154,8 @@ class Load:
             rest = self.ids[self._next[col] :]
             lacking = self._lacking(col, rest)
             skip = leading(~lacking)
+            if skip and col + 1 == ledger.store_col:
+                ledger.join_fetches(rest[:skip], self.terms)
             self._next[col] += skip
             rest, lacking = rest[skip:], lacking[skip:]
             if not len(rest):
@@ -150,11 +165,17 @@ class Load:
             if col + 1 < ledger.store_col:
                 ledger.keep(col + 1, rest)
             run = rest[: leading(lacking & ledger.holds(col + 1, rest))]
+            if self.terms.background and col + 1 == ledger.store_col:
+                run = run[: ledger.prefetch_room()]
+                if not len(run):
+                    self._cramped[col] = False  # it waits for pieces that are on their way
+                    return
             slots = ledger.take(col, len(run))
             self._cramped[col] = len(run) > 0 and not len(slots) and ledger.is_quiet(col)
             if not len(slots):
                 return
-            ledger.raise_blocks(run[: len(slots)], col, slots, self._arrival(self._next[col], col))
+            arrived = self._arrival(self._next[col], col)
+            ledger.raise_blocks(run[: len(slots)], col, slots, arrived, self.terms)
             self._next[col] += len(slots)
 
     def _arrival(self, base: int, col: int) -> Callable[[int, TierId | None], None]:

@@ -16,6 +16,18 @@ Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
+class Terms:
+    """How somebody wants blocks: until when (the cache's clock), and whether he waits for them."""
+
+    deadline: float | None = None
+    background: bool = False
+
+
+ANY_TIME = Terms()
+"""Somebody waits, for as long as it takes."""
+
+
+@dataclass(frozen=True)
 class Move:
     """Blocks `ids` being copied from level `src` to level `dst`.
 

@@ -301,7 +301,9 @@ class SimStore:
         return self._count("persist", namespace, keys)
 
     def fetch(self, request: Fetch) -> Flight:
-        flight, stream = self._open(len(request.keys))
+        flight, stream = self._open(
+            len(request.keys), deadline=request.deadline, background=request.background
+        )
         self._fetches = [f for f in self._fetches if not f.done] + [flight]
         for block, (key, slot) in enumerate(zip(request.keys, request.slots.tolist(), strict=True)):
             target = rows(request.pool, slot, 1)[0]
@@ -353,9 +355,11 @@ class SimStore:
             assert kept.children == children[name], f"{name[1].hex()}: wrong number of children"
         assert self.capacity is None or len(self._kept) <= self.capacity
 
-    def _open(self, n: int) -> tuple[Flight, str]:
+    def _open(
+        self, n: int, *, deadline: float | None = None, background: bool = False
+    ) -> tuple[Flight, str]:
         self._streams += 1
-        flight = Flight(n, self._device.signal)
+        flight = Flight(n, self._device.signal, deadline=deadline, background=background)
         self._flights = [f for f in self._flights if not f.done] + [flight]
         if self._closed:
             flight.fail_rest()
@@ -384,7 +388,8 @@ class SimStore:
             kept = self._kept.get((request.namespace, key))
             behind_a_gap = block > 0 and flight.status[block - 1] != LANDED
             name = f"fetch {key.hex()}"
-            over = self._closed or flight.cancelled or behind_a_gap
+            late = flight.deadline is not None and self._device.clock() >= flight.deadline
+            over = self._closed or flight.cancelled or behind_a_gap or late
             if over or kept is None or self._device.faults(name):
                 flight.fail([block], FaultInjected(name))
                 return

@@ -276,3 +276,23 @@ def test_half_precision_runs_and_has_a_namespace_of_its_own(tiny: Path) -> None:
         prompt = random_tokens(full.config, 40)
         assert full.namespace().digest != half.namespace().digest
         assert ask(half, prompt).token_ids == ask(half, prompt).token_ids
+
+
+def test_a_hint_brings_a_documents_blocks_to_dram_before_it_is_asked(
+    tiny: Path, tmp_path: Path
+) -> None:
+    with LLM(tiny, cache=settings(tmp_path / "store")) as llm:
+        prompt = random_tokens(llm.config, 211)
+        cold = ask(llm, prompt)
+        assert llm.flush(prompt).blocks == 13
+    with LLM(tiny, cache=settings(tmp_path / "store")) as llm:
+        late = llm.prefetch(prompt, timeout_s=0.0)
+        assert late.is_done and not late.sources
+        hint = llm.prefetch(prompt[:160])
+        assert hint.wait(llm.cache.clock() + 60)
+        found = llm.cache.match(llm.namespace().digest, prompt).by_tier
+        assert found[TierId.DRAM] == 160
+        warm = ask(llm, prompt)
+        assert warm.token_ids == cold.token_ids
+        assert warm.hit_tokens == {TierId.DRAM: 160, TierId.NVME: 48}
+        hint.close()

@@ -107,10 +107,18 @@ class CacheMachine(RuleBasedStateMachine):
         self.rig = Rig(cache, pools, stores)
         self.tokens: dict[int, Tokens] = {}
         self.tickets_made: list[Ticket] = []
+        self.prefetches: list[tuple[Ticket, float | None]] = []
 
-    @rule(target=leases, namespace=namespaces, tokens=documents)
-    def acquire(self, namespace: bytes, tokens: Tokens) -> Lease:
-        lease = self.rig.cache.acquire(namespace, tokens)
+    @rule(
+        target=leases,
+        namespace=namespaces,
+        tokens=documents,
+        patience=st.sampled_from([None, None, 0.0, 1.0]),
+    )
+    def acquire(self, namespace: bytes, tokens: Tokens, patience: float | None) -> Lease:
+        cache = self.rig.cache
+        deadline = None if patience is None else cache.clock() + patience
+        lease = cache.acquire(namespace, tokens, deadline=deadline)
         self.tokens[lease.id] = tokens
         return lease
 
@@ -154,10 +162,18 @@ class CacheMachine(RuleBasedStateMachine):
         self.tokens[twin.id] = self.tokens[lease.id]
         return twin
 
-    @rule(target=tickets, namespace=namespaces, tokens=documents)
-    def prefetch(self, namespace: bytes, tokens: Tokens) -> Ticket:
-        ticket = self.rig.cache.prefetch(namespace, tokens)
+    @rule(
+        target=tickets,
+        namespace=namespaces,
+        tokens=documents,
+        patience=st.sampled_from([None, None, 0.0, 1.0, 40.0]),
+    )
+    def prefetch(self, namespace: bytes, tokens: Tokens, patience: float | None) -> Ticket:
+        cache = self.rig.cache
+        deadline = None if patience is None else cache.clock() + patience
+        ticket = cache.prefetch(namespace, tokens, deadline=deadline)
         self.tickets_made.append(ticket)
+        self.prefetches.append((ticket, deadline))
         return ticket
 
     @rule(target=tickets, namespace=namespaces, tokens=documents)
@@ -180,12 +196,12 @@ class CacheMachine(RuleBasedStateMachine):
     def run(self, n: int) -> None:
         for _ in range(n):
             self.device.run_one()
-        self.rig.cache.poll()
+        self.poll()
 
     @rule(seconds=st.sampled_from([0.5, 29.0, 31.0, 100.0]))
     def pass_time(self, seconds: float) -> None:
         self.device.advance(seconds)
-        self.rig.cache.poll()
+        self.poll()
 
     @rule(tier=st.sampled_from([TierId.HBM, TierId.DRAM]))
     def shed(self, tier: TierId) -> None:
@@ -222,6 +238,19 @@ class CacheMachine(RuleBasedStateMachine):
         for lease in list(self.rig.cache._leases.values()):
             if lease.id in self.tokens:
                 self.rig.expect_bytes(lease, self.tokens[lease.id], lease.landed_blocks)
+
+    @invariant()
+    def prefetches_hold_half_of_the_pool_at_most(self) -> None:
+        if hasattr(self, "rig"):
+            held = sum(load.held for load in self.rig.cache._prefetches)
+            assert held <= self.rig.pools[-1].num_slots // 2
+
+    def poll(self) -> None:
+        """Move the cache on; a prefetch is over by its deadline."""
+        now = self.rig.cache.clock()
+        self.rig.cache.poll()
+        for ticket, deadline in self.prefetches:
+            assert ticket.is_done or deadline is None or now < deadline
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):

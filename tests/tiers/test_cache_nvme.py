@@ -15,6 +15,7 @@ from kvtier.tiers.nvme.check import check_store
 from kvtier.tiers.nvme.files import Files
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.pool import ArrayPool
+from kvtier.tiers.ticker import Ticker
 from tests.nvme.faults import HangingFiles
 from tests.tiers.cache_rig import BLOCK_BYTES, BLOCK_SIZE, NAMESPACE, Rig, doc, keys_of
 
@@ -110,6 +111,25 @@ def test_prefetch_brings_blocks_to_dram_and_the_lease_still_says_nvme(tmp_path: 
         assert dict(lease.hit_tokens) == {TierId.NVME: 24}
         rig.expect_bytes(lease, doc(1, 6))
         rig.cache.release(lease)
+
+
+def test_a_prefetch_in_pieces_is_moved_on_in_an_idle_engine(tmp_path: Path) -> None:
+    with opened(tmp_path / "store", hbm=12) as rig:
+        rig.visit(doc(1, 12))
+        flush(rig, 1, 12)
+    with opened(tmp_path / "store", hbm=12) as rig:  # an eighth of the pool is three blocks
+        ticker = Ticker(rig.cache)
+        try:
+            ticket = rig.cache.prefetch(NAMESPACE, doc(1, 12))
+            for _ in range(100):
+                ticks = rig.cache.signal.ticks
+                if ticket.is_done:
+                    break
+                rig.cache.signal.wait(ticks, 0.1)
+            assert ticket.hit_tokens == {TierId.NVME: 48}
+            ticket.close()
+        finally:
+            ticker.close()
 
 
 def stored(path: Path) -> None:

@@ -232,7 +232,9 @@ def test_a_lookup_ends_when_what_it_found_leaves_meanwhile() -> None:
     rig.come_to_rest()
     rig.cache.flush(NAMESPACE, doc(1, 2)).close()
     rig.cache.shed(TierId.HBM, rig.cache.clock() + 100)
-    held = rig.cache.prefetch(NAMESPACE, doc(1, 2))  # DRAM is full of what stays
+    index = rig.cache._index
+    stays = index.match(NAMESPACE, doc(1, 2))
+    index.pin(1, stays)  # DRAM is full
     rig.use(doc(2, 4))
     other = rig.cache.acquire(NAMESPACE, doc(3, 1))
     with pytest.raises(TierFull):
@@ -243,7 +245,7 @@ def test_a_lookup_ends_when_what_it_found_leaves_meanwhile() -> None:
     assert ticket.wait(rig.cache.clock() + 100)
     assert sum(ticket.hit_tokens.values()) < 16
     ticket.close()
-    held.close()
+    index.unpin(1, stays)
     rig.come_to_rest()
 
 

@@ -17,16 +17,14 @@ from kvtier.tiers.nvme.pace import Pace
 class Landing:
     """Lands a flight's blocks in order while runs finish in any order.
 
-    `deadline` (of `clock`): no read begins after it. `pace`: what was read and decoded so far.
+    No read begins after the flight's deadline (of `clock`). `pace`: what was read and decoded so
+    far.
     """
 
-    def __init__(
-        self, flight: Flight, clock: Callable[[], float], deadline: float | None = None
-    ) -> None:
+    def __init__(self, flight: Flight, clock: Callable[[], float]) -> None:
         self.flight = flight
         self.pace = Pace()
         self._clock = clock
-        self._deadline = deadline
         self._lock = Lock()
         self._verified = np.zeros(len(flight), np.bool_)
         self._checksums = np.zeros(len(flight), np.uint64)
@@ -83,8 +81,9 @@ class Landing:
         return True
 
     def expire(self) -> None:
-        """Drop the reads that have not begun, if `deadline` has passed or nobody wants them."""
-        late = self._deadline is not None and self._clock() >= self._deadline
+        """Drop the reads that have not begun, if the deadline has passed or nobody wants them."""
+        deadline = self.flight.deadline
+        late = deadline is not None and self._clock() >= deadline
         if late or self.flight.cancelled:
             self._drop(None)
 

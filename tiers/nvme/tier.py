@@ -162,12 +162,18 @@ class NvmeTier(Custody):
         A block fails if it is not published, if its bytes or its record's header are not what was
         written for exactly these keys and tokens (then it and its descendants are forgotten), or
         if the drive fails; every block behind it fails too. The checksums are of the bytes landed.
+        Background fetches are read by a quarter of the threads at most, behind all others.
 
         When the drive hangs, blocks whose read has not begun fail and the flight is `stalled`: the
         others' slots stay in use until their reads return.
         """
-        flight = Flight(len(request.keys), self._signal)
-        landing = Landing(flight, self._settings.monotonic, request.deadline)
+        flight = Flight(
+            len(request.keys),
+            self._signal,
+            deadline=request.deadline,
+            background=request.background,
+        )
+        landing = Landing(flight, self._settings.monotonic)
         if not self._crew.serves():
             flight.fail_rest(self._health.refusal())
         elif not self._crew.bring_in(

@@ -1,4 +1,8 @@
-"""Threads for blocking I/O: foreground jobs before background jobs. Knows nothing of either.
+"""Threads for blocking I/O: urgent jobs, patient ones, background ones. Knows nothing of any.
+
+Urgent jobs go first. Patient jobs (reads that nobody waits for yet) and background jobs (writes)
+take turns, so that neither starves the other; patient ones run on a quarter of the threads, so that
+an urgent one finds a thread. A patient job may become urgent while it waits.
 
 One aiofiles executor call per job costs a third of the drive's speed at small blocks; so each call
 here is a thread's whole life, which takes jobs as they come. A thread that waits is woken by
@@ -10,6 +14,7 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -44,10 +49,19 @@ class Batch(Generic[T]):
     much of the interpreter's lock as the job itself. Belongs to the loop's thread, but for `_end`.
     """
 
-    def __init__(self, workers: "Workers", call: Call, *, urgent: bool) -> None:
+    def __init__(
+        self,
+        workers: "Workers",
+        call: Call,
+        *,
+        urgent: bool,
+        hurried: Callable[[], bool] | None = None,
+    ) -> None:
+        """`hurried`: the jobs are patient ones until it says True."""
         self._workers = workers
         self._call = call
         self._urgent = urgent
+        self._hurried = hurried
         self._lock = threading.Lock()
         self._results: list[T | BaseException | None] = []
         self._left = 1  # until `results` is called
@@ -72,7 +86,7 @@ class Batch(Generic[T]):
                 self._workers.watch.ended(began)
                 self._end()
 
-        self._workers.enqueue(run, urgent=self._urgent)
+        self._workers.enqueue(run, urgent=self._urgent, hurried=self._hurried)
 
     async def results(self) -> list[T | BaseException | None]:
         """What each job returned or raised, in the order of `add`. Add no more."""
@@ -89,6 +103,14 @@ class Batch(Generic[T]):
             self._workers.deliver(self._future, None)
 
 
+@dataclass(frozen=True, eq=False)
+class _Patient:
+    """A job that waits for others until `hurried` says True."""
+
+    run: Callable[[Scratch], None]
+    hurried: Callable[[], bool]
+
+
 class Workers:
     """`threads` threads. `submit` belongs to the loop's thread; so do the futures."""
 
@@ -98,7 +120,11 @@ class Workers:
         self._executor = DaemonExecutor(threads, "kvtier-nvme-io")
         self._wake = threading.Condition()
         self._urgent: deque[Callable[[Scratch], None]] = deque()
+        self._patient: deque[_Patient] = deque()
         self._background: deque[Callable[[Scratch], None]] = deque()
+        self._most_patient = max(1, threads // 4)
+        self._num_patient = 0
+        self._patient_last = False
         self._pending: set[asyncio.Future[Any]] = set()
         self._closing = False
         try:
@@ -142,10 +168,19 @@ class Workers:
         """Settle a future from any thread."""
         self._loop.call_soon_threadsafe(_settle, future, result, error)
 
-    def enqueue(self, run: Callable[[Scratch], None], *, urgent: bool) -> None:
-        """Have a worker call `run`, which must not raise."""
+    def enqueue(
+        self,
+        run: Callable[[Scratch], None],
+        *,
+        urgent: bool,
+        hurried: Callable[[], bool] | None = None,
+    ) -> None:
+        """Have a worker call `run`, which must not raise. `hurried`: as a patient job."""
         with self._wake:
-            (self._urgent if urgent else self._background).append(run)
+            if hurried is not None:
+                self._patient.append(_Patient(run, hurried))
+            else:
+                (self._urgent if urgent else self._background).append(run)
             self._wake.notify()
 
     async def drain(self) -> None:
@@ -164,13 +199,33 @@ class Workers:
         scratch = Scratch()
         while True:
             with self._wake:
-                while not (queue := self._urgent or self._background):
+                while (chosen := self._choose()) is None:
                     if self._closing:
                         return
                     self._wake.wait()
-                run = queue.popleft()
+                run, patient = chosen
+                self._num_patient += patient
             run(scratch)
-            del run  # or the last job's memory lives as long as the thread is idle
+            del run, chosen  # or the last job's memory lives as long as the thread is idle
+            if patient:
+                with self._wake:
+                    self._num_patient -= 1
+
+    def _choose(self) -> tuple[Callable[[Scratch], None], bool] | None:
+        """Take the next job from its queue; whether it counts as patient."""
+        for job in self._patient:
+            if job.hurried():
+                self._patient.remove(job)
+                self._wake.notify()  # nobody was told of it: there may be more, and idle threads
+                return job.run, False
+        if self._urgent:
+            return self._urgent.popleft(), False
+        waiting = bool(self._patient) and self._num_patient < self._most_patient
+        if waiting and not (self._background and self._patient_last):
+            self._patient_last = True
+            return self._patient.popleft().run, True
+        self._patient_last = False
+        return (self._background.popleft(), False) if self._background else None
 
 
 def _settle(future: "asyncio.Future[Any]", result: Any, error: BaseException | None) -> None:
