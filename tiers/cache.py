@@ -476,6 +476,10 @@ class TieredCache:
                 loads=len(self._loads),
                 sinks=len(self._sinks),
                 leases=len(self._leases),
+                evicted={
+                    pool.tier: n
+                    for pool, n in zip(self._ledger.pools, self._ledger.evicted, strict=True)
+                },
                 dropped=self._ledger.dropped,
                 written_back=0 if self._write_back is None else self._write_back.num_written,
                 writeback_waiting=0 if self._write_back is None else self._write_back.num_waiting,

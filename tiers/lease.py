@@ -241,8 +241,10 @@ class CacheStatistics:
     loads: int
     sinks: int
     leases: int
+    evicted: Mapping[TierId, int]
+    """Blocks that have left each pool, with or without a copy below."""
     dropped: int
-    """Blocks given up without a copy below."""
+    """Of those: blocks given up without one."""
     written_back: int
     """Blocks put into the store before they had to leave the last pool."""
     writeback_waiting: int

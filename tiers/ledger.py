@@ -53,6 +53,7 @@ class Ledger:
         self.book = SlotBook(pools[0].num_slots)
         self.store_col = len(self.pools)
         self.dropped = 0
+        self.evicted = [0] * len(self.pools)
         self._eager = eager
         self._moves: list[Move] = []
         self._tails: list[TailCopy] = []
@@ -475,6 +476,7 @@ class Ledger:
         for below in range(col + 1, self.levels):
             kept |= self.holds(below, ids)
         self.dropped += int(np.count_nonzero(~kept))
+        self.evicted[col] += len(ids)
         self._refused.difference_update((col, int(block)) for block in ids)
         self.free(col, self.index.finish_leave(col, ids))
 
