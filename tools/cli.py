@@ -3,6 +3,7 @@
 Imports are inside the commands, so that `kvtier serve` loads neither torch nor the engine.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -259,6 +260,84 @@ def bundle_info(
 
     if not run_bundle_info(bundle, as_json=as_json):
         raise typer.Exit(1)
+
+
+@app.command()
+def replay(
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="Requests as JSON lines, plain or gzip.")
+    ],
+    hbm: Annotated[
+        str, typer.Option("--hbm", metavar="N", help="Room in HBM: blocks, or a size; 0: none.")
+    ] = "1000",
+    dram: Annotated[
+        str, typer.Option("--dram", metavar="N", help="Room in DRAM: blocks, or a size; 0: none.")
+    ] = "4000",
+    nvme: Annotated[
+        str, typer.Option("--nvme", metavar="N", help="Room on NVMe: blocks, or a size; 0: none.")
+    ] = "32000",
+    block_bytes: Annotated[
+        str | None,
+        typer.Option("--block-bytes", metavar="SIZE", help="Bytes of one block of the trace."),
+    ] = None,
+    policy: Annotated[
+        str, typer.Option("--policy", metavar="NAME", help="Of both pools: lru, arc or adaptive.")
+    ] = "lru",
+    hbm_policy: Annotated[
+        str | None, typer.Option("--hbm-policy", metavar="NAME", help="Of HBM, if another.")
+    ] = None,
+    dram_policy: Annotated[
+        str | None, typer.Option("--dram-policy", metavar="NAME", help="Of DRAM, if another.")
+    ] = None,
+    writeback_s: options.WritebackS = WRITEBACK_S,
+    write_budget: Annotated[
+        str | None,
+        typer.Option(
+            "--write-budget",
+            metavar="N",
+            help="Write nothing more back once so much was written on a day (default: --nvme).",
+        ),
+    ] = None,
+    curve: Annotated[
+        int, typer.Option("--curve", min=0, help="Capacities of the miss-ratio curve (0: none).")
+    ] = 8,
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", help="Draw the curve here.")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option("--processes", min=1, help="For the curve (default: all cores).")
+    ] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Stop at a malformed line.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Replay a request trace on the cache without bytes: hits by tier, moves, SSD writes.
+
+    Prints them beside what no cache can beat, and the miss ratio by capacity.
+    """
+    from kvtier.tools.replay.command import run_replay
+    from kvtier.tools.replay.options import parse_setup
+
+    size = None if block_bytes is None else parse_size(block_bytes, "--block-bytes")
+    setup = parse_setup(
+        hbm=hbm,
+        dram=dram,
+        nvme=nvme,
+        block_bytes=size,
+        hbm_policy=hbm_policy or policy,
+        dram_policy=dram_policy or policy,
+        writeback_s=writeback_s or None,
+        write_budget=write_budget,
+    )
+    run_replay(
+        trace,
+        setup,
+        block_bytes=size,
+        strict=strict,
+        points=curve,
+        processes=processes or os.cpu_count() or 1,
+        png=png,
+        as_json=as_json,
+    )
 
 
 @app.command()

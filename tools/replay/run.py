@@ -1,0 +1,102 @@
+"""Drive the cache through a trace, request by request, and count what it did.
+
+A request is over before the next one begins: it acquires, waits for what comes up from below,
+computes the rest, commits and releases. Blocks that the output adds count when a later request
+names them. Knows no files and prints nothing.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvtier.index.words import TierId, Tokens
+from kvtier.tools.replay.one_tier import NAMESPACE
+from kvtier.tools.replay.world import Setup, World
+
+# Far more than any request waits: nothing in this world takes time.
+PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a replay did, in blocks. Hits are counted by the tier a block was found in."""
+
+    requests: int
+    asked: int
+    hits: Mapping[TierId, int]
+    truncated: int
+    """Blocks at the end of requests that are longer than the top tier: never taken in."""
+    moved: Mapping[str, int]
+    """Blocks copied, by way: "hbm > dram"."""
+    written_back: int
+    """Of what went to the store: in the background."""
+    evicted: Mapping[TierId, int]
+    dropped: int
+    """Of those evicted from pools: no tier below had a copy."""
+    resident: Mapping[TierId, int]
+    """At the end."""
+
+
+class Replay:
+    """One pass of requests through a world, in order of time."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.world = World(setup)
+        self._hits: Counter[TierId] = Counter()
+        self._requests = 0
+        self._asked = 0
+        self._truncated = 0
+
+    def request(self, moment_s: float, blocks: Tokens) -> list[TierId]:
+        """Serve one request for these chained block ids; the tier each block was found in."""
+        cache, room = self.world.cache, self.world.pools[0].num_slots
+        self._pass_time(moment_s)
+        lease = cache.acquire(NAMESPACE, blocks, limit=room)
+        lease.ticket.wait(cache.clock() + PATIENCE_S)
+        lease.ticket.settle()
+        sources = lease.sources
+        wanted = blocks[:room]
+        cache.extend(lease, len(wanted) - len(sources), deadline=cache.clock() + PATIENCE_S)
+        cache.commit(lease, wanted)
+        cache.release(lease)
+        cache.drain(cache.clock() + PATIENCE_S)
+        self._requests += 1
+        self._asked += len(blocks)
+        self._truncated += len(blocks) - len(wanted)
+        self._hits.update(sources)
+        return sources
+
+    def outcome(self) -> Outcome:
+        """The counts so far."""
+        world, statistics = self.world, self.world.cache.statistics()
+        copies, store, names = world.mover.statistics(), world.store, [p.tier for p in world.pools]
+        moved: dict[str, int] = {}
+        if len(names) > 1:
+            moved[f"{names[0]} > {names[1]}"] = copies.demoted_blocks
+            moved[f"{names[1]} > {names[0]}"] = copies.promoted_blocks
+        evicted = dict(statistics.evicted)
+        resident = {pool.tier: pool.resident for pool in statistics.pools}
+        if store is not None:
+            moved[f"{names[-1]} > {store.tier}"] = store.num_written
+            moved[f"{store.tier} > {names[-1]}"] = store.num_fetched
+            evicted[store.tier] = store.num_evicted
+            resident[store.tier] = len(store)
+        return Outcome(
+            requests=self._requests,
+            asked=self._asked,
+            hits={tier: self._hits[tier] for tier in resident},
+            truncated=self._truncated,
+            moved=moved,
+            written_back=0 if store is None else store.num_written_back,
+            evicted=evicted,
+            dropped=statistics.dropped,
+            resident=resident,
+        )
+
+    def _pass_time(self, moment_s: float) -> None:
+        """Do what falls due until then, as an engine's ticker does."""
+        cache, time = self.world.cache, self.world.time
+        while (due := cache.next_due()) is not None and due < moment_s:
+            time.reach(due)
+            cache.poll()
+        time.reach(moment_s)
