@@ -8,7 +8,7 @@ ghost tree and a request counter for a clock; no live block, no time.
     Arc           ARC (Megiddo and Modha, FAST 2003), both lists restricted to leaves
     Frequency     recency plus a bonus for touches, counted in eviction lifetimes
     Independent   the same, but only touches by a new branch or a repeated path count
-    TinyLfu       recency with admission by frequency (Einziger et al., ACM TOS 2017)
+    TinyLfu       recency among what frequency admits (Einziger et al., ACM TOS 2017)
 """
 
 from collections import OrderedDict
@@ -60,7 +60,7 @@ class Recency(Generic[L]):
             if wanted:
                 room = self.capacity - self.used
                 if room < wanted:
-                    room += self._make_room(wanted - room, node)
+                    room += self._make_room(wanted - room)
                 taken = min(wanted, room)
                 if taken > 0:
                     self._gain(node, taken)
@@ -84,15 +84,12 @@ class Recency(Generic[L]):
         """The leaf of the smallest rank goes first. Grows with every touch."""
         return node.last
 
-    def _admits(self, node: Ghost[L], victim: Ghost[L]) -> bool:
-        return True
-
-    def _make_room(self, n: int, node: Ghost[L]) -> int:
-        """Drop up to `n` blocks for `node`; returns how many went."""
+    def _make_room(self, n: int) -> int:
+        """Drop up to `n` blocks; returns how many went."""
         freed = 0
         while freed < n:
             victim = self._victim()
-            if victim is None or not self._admits(node, victim):
+            if victim is None:
                 break
             cut = min(victim.held[self.number], n - freed)
             self._lose(victim, cut)
@@ -202,24 +199,64 @@ class Independent(Frequency[L]):
         return fresh is not None and fresh.branches > 1
 
 
-class TinyLfu(Recency[L]):
-    """A block enters a full cache only if it was asked for more often than the leaf it replaces.
+class TwoQueues(Recency[L]):
+    """A frame for rules that tell two kinds of nodes apart, least recently used first in each."""
+
+    def __init__(self, tree: GhostTree[L], number: int, capacity: int) -> None:
+        super().__init__(tree, number, capacity)
+        self._heaps: tuple[list[tuple[float, int, int, Ghost[L]]], ...] = ([], [])
+
+    def _kind(self, node: Ghost[L]) -> int:
+        """0, or 1 if a rule says so. May change while the node is queued."""
+        return 0
+
+    def _push(self, node: Ghost[L]) -> None:
+        if node not in self._queued and not node.twigs[self.number]:
+            self._queued.add(node)
+            entry = (node.last, -node.start, next(self._serial), node)
+            heappush(self._heaps[self._kind(node)], entry)
+
+    def _head_of(self, kind: int) -> Ghost[L] | None:
+        heap = self._heaps[kind]
+        while True:
+            node = self._head(heap)
+            if node is None or self._kind(node) == kind:
+                return node
+            heappop(heap)
+            self._queued.discard(node)
+            self._push(node)
+
+
+class TinyLfu(TwoQueues[L]):
+    """Guests and members: a newcomer to a full cache is a guest until it was asked for more often
+    than the least recently used member, and guests go first.
+
+    The rule as published does not take a guest in at all. A tier has to hold what is computed, so
+    an expert that did not would promise hits that the tier cannot have.
 
     Counts up to 15, halved every ten capacities of blocks asked for.
     """
 
     _SAMPLE = 10
     _TOP = 15
+    _GUEST, _MEMBER = 0, 1
 
     def __init__(self, tree: GhostTree[L], number: int, capacity: int) -> None:
         super().__init__(tree, number, capacity)
         self._seen = 0
         self._epoch = 0
+        self._full = False
+
+    def _kind(self, node: Ghost[L]) -> int:
+        return int(node.ranks[self.number])
 
     def _note(self, path: Sequence[Ghost[L]], known: int, first: int) -> None:
         me = self.number
         for node in path:
             node.counts[me] = self._epoch << 4 | min(self._TOP, self._frequency(node) + 1)
+        for node in path[: first + 1]:
+            if self._kind(node) == self._GUEST and self._deserves(node):
+                node.ranks[me] = self._MEMBER
         if path:
             self._seen += path[-1].end
         if self._seen > self._SAMPLE * self.capacity:
@@ -230,16 +267,26 @@ class TinyLfu(Recency[L]):
         told = node.counts[self.number]
         return (told & self._TOP) >> min(self._epoch - (told >> 4), 5)
 
-    def _admits(self, node: Ghost[L], victim: Ghost[L]) -> bool:
-        return self._frequency(node) > self._frequency(victim)
+    def _deserves(self, node: Ghost[L]) -> bool:
+        rival = self._head_of(self._MEMBER)
+        return rival is None or self._frequency(node) > self._frequency(rival)
+
+    def _victim(self) -> Ghost[L] | None:
+        self._full = True
+        return self._head_of(self._GUEST) or self._head_of(self._MEMBER)
+
+    def _gain(self, node: Ghost[L], n: int) -> None:
+        if not node.held[self.number]:
+            member = not self._full or self._deserves(node)
+            node.ranks[self.number] = self._MEMBER if member else self._GUEST
+        super()._gain(node, n)
 
 
-class Arc(Recency[L]):
+class Arc(TwoQueues[L]):
     """Two lists, of blocks seen once and more often; ghosts of either say which is too short."""
 
     def __init__(self, tree: GhostTree[L], number: int, capacity: int) -> None:
         super().__init__(tree, number, capacity)
-        self._heaps: tuple[list[tuple[float, int, int, Ghost[L]]], ...] = ([], [])
         self._sizes = [0, 0]
         self._target = 0.0
         self._ghosts: tuple[OrderedDict[Ghost[L], int], ...] = (OrderedDict(), OrderedDict())
@@ -265,25 +312,12 @@ class Arc(Recency[L]):
                 self._sizes[1] += node.held[me]
                 self._queued.discard(node)
 
-    def _push(self, node: Ghost[L]) -> None:
-        if node not in self._queued and not node.twigs[self.number]:
-            self._queued.add(node)
-            heap = self._heaps[node.counts[self.number]]
-            heappush(heap, (node.last, -node.start, next(self._serial), node))
+    def _kind(self, node: Ghost[L]) -> int:
+        return node.counts[self.number]
 
     def _victim(self) -> Ghost[L] | None:
         once = 0 if self._sizes[0] > self._target else 1
         return self._head_of(once) or self._head_of(1 - once)
-
-    def _head_of(self, which: int) -> Ghost[L] | None:
-        heap = self._heaps[which]
-        while True:
-            node = self._head(heap)
-            if node is None or node.counts[self.number] == which:
-                return node
-            heappop(heap)
-            self._queued.discard(node)
-            self._push(node)
 
     def _gain(self, node: Ghost[L], n: int) -> None:
         me = self.number

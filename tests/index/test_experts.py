@@ -85,7 +85,7 @@ def nodes_of(tree: GhostTree[None]) -> list[Ghost[None]]:
 
 @settings(deadline=None, max_examples=60)
 @given(paths, st.integers(1, 12), st.integers(0, 20))
-def test_every_expert_keeps_its_books_and_a_prefix_closed_set(
+def test_every_expert_keeps_its_books_a_prefix_closed_set_and_the_path_at_hand(
     requests: list[Path], capacity: int, bound: int
 ) -> None:
     tree: GhostTree[None] = GhostTree(len(MAKERS), bound)
@@ -102,6 +102,7 @@ def test_every_expert_keeps_its_books_and_a_prefix_closed_set(
         for expert in experts:
             before = path[-1].depth_held(expert.number)
             assert expert.request(path, known, clock) == before
+            assert path[-1].depth_held(expert.number) == min(len(request), capacity)
         for node in tree.forget():
             for expert in experts:
                 expert.forgotten(node)
