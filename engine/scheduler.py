@@ -41,7 +41,7 @@ class EngineSettings:
     step_tokens: int = 512
     max_running: int = 16
     prefetch_depth: int = 4
-    lookahead: int = 16
+    lookahead: int = 64
     load_deadline_s: float = 5.0
     reuse: bool = True
 
@@ -115,6 +115,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         self._waiting.append(request)
+        if len(self._waiting) <= self._settings.lookahead:
+            self._look_ahead()
 
     def plan(self) -> list[Work]:
         """The next launch; empty if everything waits for the cache (or nothing is left).
@@ -122,7 +124,6 @@ class Scheduler:
         Takes the slots that the launch writes. Raises `TierFull` if a request that runs alone
         cannot get them within the load deadline.
         """
-        self._look_ahead()
         self._cache.poll()
         self._end_loads()
         urgent, work = self._by_urgency(), list[Work]()
@@ -138,8 +139,9 @@ class Scheduler:
                 break
             if any(self._computes_for(each, request) for each in self._active):
                 continue
-            self._unqueue(request)
+            self._waiting.remove(request)
             self._admit(request)
+            self._look_ahead()
             budget -= self._take(request, budget, work)
         self._prefetch()
         return [each for each in work if each.request.state is State.RUNNING]
@@ -163,7 +165,8 @@ class Scheduler:
         if request in self._active:
             self._active.remove(request)
         if request in self._waiting:
-            self._unqueue(request)
+            self._waiting.remove(request)
+        self._look_ahead()
         request.state = State.FINISHED
         request.finish_reason = reason
         request.finished_at = self._clock()
@@ -242,6 +245,7 @@ class Scheduler:
         request.state = State.WAITING
         request.computed = 0
         self._waiting.appendleft(request)
+        self._look_ahead()
 
     def _fits(self, request: Request) -> bool:
         """Whether its prompt fits beside what the active ones have still to take.
@@ -283,13 +287,11 @@ class Scheduler:
         if request.lease.ticket.done():
             self._start(request, request.lease)
 
-    def _unqueue(self, request: Request) -> None:
-        """It does not wait any more; so its blocks are not kept for it either."""
-        self._waiting.remove(request)
-        self._look_ahead()
-
     def _look_ahead(self) -> None:
-        """Tell the cache who is next, so that what they will find stays until they come."""
+        """Tell the cache who is next, so that what they will find stays until they come.
+
+        Whenever the queue changes, or a lease that held blocks they may find has ended.
+        """
         if self._settings.reuse and self._settings.lookahead:
             first = islice(self._waiting, self._settings.lookahead)
             self._cache.expect([Waiting(r.namespace, r.tokens[: r.cache_limit]) for r in first])

@@ -33,27 +33,35 @@ class Lookahead:
         self._most = tuple(most)
         self._waiting: tuple[Waiting, ...] = ()
         self._paths: list[BlockIds] | None = None
+        self._flags: dict[int, npt.NDArray[np.bool_]] = {}
 
     def expect(self, waiting: Sequence[Waiting]) -> None:
         """These requests wait now, the next one first, and no others."""
         self._waiting = tuple(waiting)
         self._paths = None
+        self._flags = {}
 
     def protected(self, col: int) -> npt.NDArray[np.bool_] | None:
         """A flag per block id, or None where there is nothing to protect.
 
         RESIDENT, unpinned blocks of the waiting requests' paths, each path from the root, the next
-        request's first. Paths are looked up once after each `expect`, and only if a plan is made;
-        an id that has got another block since is protected for a while too.
+        request's first. Looked up once after each `expect`, by the first plan that is made: what
+        comes later is not protected, and an id that has got another block since is, for a while.
         """
-        left = self._most[col]
-        if not self._waiting or not left:
+        if not self._waiting or not self._most[col]:
             return None
         if self._paths is None:
             self._paths = [self._tree.match(w.namespace, w.tokens) for w in self._waiting]
+        flags = self._flags.get(col)
+        if flags is None or len(flags) < len(self._table.node):
+            flags = self._flags[col] = self._choose(col, self._paths)
+        return flags
+
+    def _choose(self, col: int, paths: Sequence[BlockIds]) -> npt.NDArray[np.bool_]:
+        left = self._most[col]
         state, pins = self._table.state[col], self._table.pins[col]
         flags = np.zeros(len(state), np.bool_)
-        for ids in self._paths:
+        for ids in paths:
             counted = (state[ids] == RESIDENT) & (pins[ids] == 0) & ~flags[ids]
             chosen = ids[counted][:left]
             flags[chosen] = True

@@ -224,8 +224,9 @@ class TieredCache:
     def expect(self, waiting: Sequence[Waiting]) -> None:
         """Requests that will be acquired soon, the next one first, in place of those named before.
 
-        In every pool their blocks, up to half of its slots, are evicted after all others. Costs
-        nothing until something is evicted; then their paths are matched once.
+        In every pool their blocks, up to half of its slots, are evicted after all others. Which
+        blocks these are is looked up once, when something has to be evicted: say it again when
+        others have come to hold blocks, or have let go of them.
         """
         with self._lock:
             self._index.expect(waiting)

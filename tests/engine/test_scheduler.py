@@ -276,7 +276,14 @@ def test_the_cache_is_told_who_waits_in_order_and_when_nobody_does(
     # The last token of a prompt is always computed: the cache is not asked for it.
     first, second, third, fourth = [text[:-1].tolist() for text in texts]
     seen = [each for each, before in zip(told, [None, *told], strict=False) if each != before]
-    assert seen == [[first, second], [second, third], [third, fourth], [fourth], []]
+    assert seen == [
+        [first],
+        [first, second],
+        [second, third],
+        [third, fourth],
+        [fourth],
+        [],
+    ]
 
 
 def test_a_request_that_is_cancelled_while_it_waits_is_not_expected_any_more(
