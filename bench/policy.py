@@ -15,7 +15,11 @@ Without TRACE, every trace of `../shared/traces`, seen from the project's root. 
 finished cell is written to FILE at once, and a run that was stopped goes on from there. Generated
 traces are judged by the second line alone.
 
+With `--look-ahead` the adaptive policy is run once more with the next 16, 64 and 256 requests
+known, as a queue of so many would show them; this is reported apart, and nothing is promised.
+
     python -m bench.policy [TRACE ...] [--generated] [--quick] [--requests N] [--log FILE]
+                           [--look-ahead] [--capacities BLOCKS ...]
 """
 
 import argparse
@@ -23,6 +27,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -86,6 +91,18 @@ RUNS: dict[str, Callable[[Sequence[Tokens], int], int]] = {
     "infinite": lambda requests, capacity: infinite(requests),
 }
 
+LOOK_AHEAD = (16, 64, 256)
+
+
+def run_ahead(depth: int, requests: Sequence[Tokens], capacity: int) -> int:
+    return run_policy("adaptive", requests, capacity, look_ahead=depth)
+
+
+# Reported apart: these see what is in the queue.
+AHEAD: dict[str, Callable[[Sequence[Tokens], int], int]] = {
+    f"adaptive + next {depth}": partial(run_ahead, depth) for depth in LOOK_AHEAD
+}
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -136,7 +153,7 @@ def with_own_names(traces: Sequence[Trace]) -> list[Trace]:
 def count_hits(job: tuple[Trace, str, int]) -> int:
     """Blocks one policy hits at one capacity."""
     trace, policy, capacity = job
-    return RUNS[policy](trace.requests, capacity)
+    return (RUNS | AHEAD)[policy](trace.requests, capacity)
 
 
 Grid = dict[tuple[str, str, int], float]
@@ -144,14 +161,18 @@ Grid = dict[tuple[str, str, int], float]
 
 
 def fill_grid(
-    traces: Sequence[Trace], capacities: Sequence[int], log: CellLog, processes: int
+    traces: Sequence[Trace],
+    capacities: Sequence[int],
+    policies: Sequence[str],
+    log: CellLog,
+    processes: int,
 ) -> Grid:
     """Every cell: out of the log, or computed and put there."""
     cells = {
         (trace.digest, policy, capacity): (trace, policy, capacity)
         for trace in traces
         for capacity in reversed(capacities)
-        for policy in RUNS
+        for policy in policies
     }
     missing = {cell: job for cell, job in cells.items() if cell not in log}
     note(f"{len(cells)} cells, {len(missing)} of them to be computed")
@@ -168,7 +189,7 @@ def fill_grid(
         / max(1, trace.num_blocks)
         for trace in traces
         for capacity in capacities
-        for policy in RUNS
+        for policy in policies
     }
 
 
@@ -194,10 +215,10 @@ def shortfalls(grid: Grid, traces: Sequence[Trace], capacities: Sequence[int]) -
     return found
 
 
-def closed(grid: Grid, name: str, capacity: int) -> float:
-    """The share of the gap from leaf-LRU to Belady that the adaptive policy closes."""
+def closed(grid: Grid, name: str, capacity: int, policy: str = "adaptive") -> float:
+    """The share of the gap from leaf-LRU to Belady that a policy closes."""
     lru, best = grid[name, "leaf-LRU", capacity], grid[name, "Belady", capacity]
-    return (grid[name, "adaptive", capacity] - lru) / max(best - lru, 1e-9)
+    return (grid[name, policy, capacity] - lru) / max(best - lru, 1e-9)
 
 
 def report(grid: Grid, traces: Sequence[Trace], capacities: Sequence[int]) -> None:
@@ -212,11 +233,26 @@ def report(grid: Grid, traces: Sequence[Trace], capacities: Sequence[int]) -> No
     table(rows)
 
 
+def report_ahead(grid: Grid, traces: Sequence[Trace], capacities: Sequence[int]) -> None:
+    """What the adaptive policy gains from a look at the queue, and of the gap, what it closes."""
+    rows: list[list[object]] = [["trace", "policy", *(str(c) for c in capacities)]]
+    for trace in traces:
+        for policy in ("adaptive", *AHEAD):
+            shares = (
+                f"{grid[trace.name, policy, c]:.3f} ({closed(grid, trace.name, c, policy):.0%})"
+                for c in capacities
+            )
+            rows.append([trace.name, policy, *shares])
+    table(rows)
+
+
 def main() -> None:
     """Run the grid, print it, then one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE")
     parser.add_argument("--generated", action="store_true", help="generated traces; no TRACE")
+    parser.add_argument("--look-ahead", action="store_true", help="also with the queue in sight")
+    parser.add_argument("--capacities", type=int, nargs="+", metavar="BLOCKS", help="only these")
     parser.add_argument("--quick", action="store_true", help="1,500 requests, three capacities")
     parser.add_argument("--requests", type=int, help="only the first N requests of each trace")
     parser.add_argument("--log", type=Path, metavar="FILE", help="keep finished cells here")
@@ -225,7 +261,8 @@ def main() -> None:
     if options.generated and options.traces:
         parser.error("--generated takes no TRACE; run them apart")
     most = options.requests or (1500 if options.quick else None)
-    capacities = CAPACITIES[:3] if options.quick else CAPACITIES
+    capacities = options.capacities or (CAPACITIES[:3] if options.quick else CAPACITIES)
+    policies = [*RUNS, *(AHEAD if options.look_ahead else ())]
     code = code_digest(
         path
         for part in ("index/*.py", "bench/policy_references.py", "tools/replay/*.py")
@@ -242,8 +279,11 @@ def main() -> None:
     except (BadTrace, OSError, ValueError) as error:
         parser.error(str(error))
     with log:
-        grid = fill_grid(traces, capacities, log, options.processes)
+        grid = fill_grid(traces, capacities, policies, log, options.processes)
     report(grid, traces, capacities)
+    if options.look_ahead:
+        print()
+        report_ahead(grid, traces, capacities)
     whole = most is None  # the start of a trace is mostly cold start: nothing is promised for it
     short = shortfalls(grid, traces, capacities) if whole else []
     for line in short:
@@ -255,7 +295,7 @@ def main() -> None:
             "cells": {
                 trace.name: {
                     policy: {str(c): round(grid[trace.name, policy, c], 4) for c in capacities}
-                    for policy in RUNS
+                    for policy in policies
                 }
                 for trace in traces
             },

@@ -5,9 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.policy import CLOSED, PUBLISHED, RUNS, Trace, closed, shortfalls
+from bench.policy import AHEAD, CLOSED, PUBLISHED, RUNS, Trace, closed, shortfalls
+from kvtier.index.policies import POLICIES
 from kvtier.index.words import Tokens
 from kvtier.tools.replay.bounds import belady, infinite
+from kvtier.tools.replay.one_tier import run_policy
 
 CHAINS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=30)
 
@@ -34,6 +36,16 @@ def test_nobody_hits_more_than_belady_and_belady_not_more_than_infinite(
     assert belady(blocks, 1000) == infinite(blocks)
     for policy in ("leaf-LRU", "ARC", "adaptive", "S3-FIFO", "GDSF"):
         assert RUNS[policy](blocks, capacity) <= best, policy
+    for policy, run in AHEAD.items():
+        assert run(blocks, capacity) <= best, policy
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_look_at_the_queue_saves_some_of_a_loop_that_does_not_fit(policy: str) -> None:
+    loop = chained([[document, 0] for document in range(3)] * 20)
+    blind = run_policy(policy, loop, 4)
+    assert run_policy(policy, loop, 4, look_ahead=2) >= blind + 20
+    assert run_policy(policy, loop, 4, look_ahead=2) <= belady(loop, 4)
 
 
 def test_a_cell_that_falls_short_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvtier.index.lookahead import Waiting
 from kvtier.index.policies import make_policy
 from kvtier.index.policy import EvictionPolicy
 from kvtier.index.radix import RadixIndex
 from kvtier.index.tree import Node
 from kvtier.index.words import Residency, TierId, Tokens
+from kvtier.tiers.cache import PROTECTABLE
 
 NAMESPACE = b"kvtier replay".ljust(32, b"\0")
 """All requests of a replay are of one model."""
@@ -20,7 +22,12 @@ class OneTier:
     """A tier under the real index, without bytes. The path of the request at hand is pinned."""
 
     def __init__(self, capacity: int, policy: EvictionPolicy[Node]) -> None:
-        self.index = RadixIndex(1, (TierId.DRAM,), policy=lambda tier: policy)
+        self.index = RadixIndex(
+            1,
+            (TierId.DRAM,),
+            policy=lambda tier: policy,
+            protectable={TierId.DRAM: capacity // PROTECTABLE},
+        )
         self._free = list(range(capacity))
 
     def request(self, tokens: Tokens) -> int:
@@ -49,7 +56,15 @@ class OneTier:
         return hits
 
 
-def run_policy(name: str, requests: Sequence[Tokens], capacity: int) -> int:
-    """Blocks hit by a tier of `capacity` blocks under the policy `name`, one token a block."""
+def run_policy(name: str, requests: Sequence[Tokens], capacity: int, *, look_ahead: int = 0) -> int:
+    """Blocks hit by a tier of `capacity` blocks under the policy `name`, one token a block.
+
+    At each request the next `look_ahead` ones are waiting in the queue.
+    """
     tier = OneTier(capacity, make_policy(name, capacity, 1))
-    return sum(tier.request(blocks) for blocks in requests if len(blocks))
+    waiting = [Waiting(NAMESPACE, blocks) for blocks in requests]
+    hits = 0
+    for turn, blocks in enumerate(requests, 1):
+        tier.index.expect(waiting[turn : turn + look_ahead])
+        hits += tier.request(blocks) if len(blocks) else 0
+    return hits
