@@ -11,7 +11,7 @@ import torch
 
 from kvtier.engine.errors import BadSettings
 from kvtier.index.namespace import DTYPE_BYTES, BlockLayout
-from kvtier.index.policies import POLICIES
+from kvtier.index.policies import DEFAULT_POLICY, POLICIES
 from kvtier.index.words import TierId
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.contracts import Pool, Signal
@@ -55,8 +55,8 @@ class CacheSettings:
     block_size: int = 16
     writeback_s: float | None = WRITEBACK_S
     write_budget_bytes: int | None = None
-    hbm_policy: str = "lru"
-    dram_policy: str = "lru"
+    hbm_policy: str = DEFAULT_POLICY
+    dram_policy: str = DEFAULT_POLICY
     debug: bool = False
 
     def __post_init__(self) -> None:

@@ -10,6 +10,8 @@ from kvtier.index.tree import Node
 POLICIES = ("lru", "arc", "adaptive")
 """Leaf-LRU; ARC over leaves; the best of several rules, chosen online by shadow caches."""
 
+DEFAULT_POLICY = "lru"
+
 
 def make_policy(name: str, capacity: int, block_size: int) -> EvictionPolicy[Node]:
     """The policy `name` for a pool of `capacity` blocks of `block_size` tokens.

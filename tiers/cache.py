@@ -22,7 +22,7 @@ from types import MappingProxyType
 import numpy as np
 
 from kvtier.index.lookahead import Waiting
-from kvtier.index.policies import make_policy
+from kvtier.index.policies import DEFAULT_POLICY, make_policy
 from kvtier.index.policy import EvictionPolicy
 from kvtier.index.radix import RadixIndex
 from kvtier.index.tree import Node
@@ -98,7 +98,7 @@ class TieredCache:
         slots = {pool.tier: pool.num_slots for pool in pools}
 
         def policy(tier: TierId) -> EvictionPolicy[Node]:
-            return make_policy(policies.get(tier, "lru"), slots[tier], block_size)
+            return make_policy(policies.get(tier, DEFAULT_POLICY), slots[tier], block_size)
 
         index = RadixIndex(
             block_size,

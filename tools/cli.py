@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from kvtier.index.errors import KvtierError
+from kvtier.index.policies import DEFAULT_POLICY
 from kvtier.tiers.writeback import WRITEBACK_S
 from kvtier.tools import options
 from kvtier.tools.options import tiers
@@ -58,6 +59,7 @@ def serve(
     codec: options.Codec = "raw",
     writeback_s: options.WritebackS = WRITEBACK_S,
     write_budget: options.WriteBudget = None,
+    dram_policy: options.DramPolicy = DEFAULT_POLICY,
 ) -> None:
     """Own DRAM and NVMe for every engine on this host, until SIGTERM or SIGINT."""
     from kvtier.tools.serve import serve as run_server
@@ -70,6 +72,7 @@ def serve(
         codec=codec,
         writeback_s=writeback_s or None,
         write_budget_bytes=options.write_budget(write_budget),
+        dram_policy=options.policy(dram_policy, "--dram-policy"),
     )
 
 
@@ -119,6 +122,8 @@ def generate(
     codec: options.Codec = "raw",
     writeback_s: options.WritebackS = WRITEBACK_S,
     write_budget: options.WriteBudget = None,
+    hbm_policy: options.HbmPolicy = DEFAULT_POLICY,
+    dram_policy: options.DramPolicy = DEFAULT_POLICY,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens to generate.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
@@ -137,6 +142,8 @@ def generate(
         needed=False,
         writeback_s=writeback_s,
         budget=write_budget,
+        hbm_policy=hbm_policy,
+        dram_policy=dram_policy,
     )
     from kvtier.engine.sampling import SamplingParams
     from kvtier.tools.generate import run_generate

@@ -21,5 +21,7 @@ def open_llm(model: Path, tiers: Tiers, threads: int | None) -> LLM:
         codec=tiers.codec,
         writeback_s=tiers.writeback_s,
         write_budget_bytes=tiers.write_budget_bytes,
+        hbm_policy=tiers.hbm_policy,
+        dram_policy=tiers.dram_policy,
     )
     return LLM(model, cache=settings, threads=threads)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from kvtier.index.policies import DEFAULT_POLICY, POLICIES
 from kvtier.tiers.nvme.codecs import CodecPolicy
 from kvtier.tiers.writeback import WRITEBACK_S
 from kvtier.tools.errors import BadOption
@@ -55,6 +56,18 @@ WriteBudget = Annotated[
         help="Write nothing more back once so much was written on a UTC day (default: --nvme).",
     ),
 ]
+HbmPolicy = Annotated[
+    str,
+    typer.Option(
+        "--hbm-policy", metavar="NAME", help="What leaves the fast tier first: lru, arc, adaptive."
+    ),
+]
+DramPolicy = Annotated[
+    str,
+    typer.Option(
+        "--dram-policy", metavar="NAME", help="What leaves host memory first: lru, arc, adaptive."
+    ),
+]
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Compute threads (default: torch's choice).")
 ]
@@ -73,6 +86,15 @@ class Tiers:
     codec: str = "raw"
     writeback_s: float | None = WRITEBACK_S
     write_budget_bytes: int | None = None
+    hbm_policy: str = DEFAULT_POLICY
+    dram_policy: str = DEFAULT_POLICY
+
+
+def policy(name: str, option: str) -> str:
+    """The name, if there is such an eviction policy. Raises `BadOption`."""
+    if name not in POLICIES:
+        raise BadOption(f"{option}: {name!r} given, want one of {', '.join(POLICIES)}")
+    return name
 
 
 def write_budget(text: str | None) -> int | None:
@@ -91,9 +113,11 @@ def tiers(
     needed: bool,
     writeback_s: float = WRITEBACK_S,
     budget: str | None = None,
+    hbm_policy: str = DEFAULT_POLICY,
+    dram_policy: str = DEFAULT_POLICY,
 ) -> Tiers:
     """Check and parse. Raises `BadOption`: both places given, or none although one is `needed`;
-    `CodecUnknown`.
+    what is the sidecar's business given beside its socket; no such policy. `CodecUnknown`.
 
     Without a store there is no DRAM tier either: what one process computes once fits in HBM.
     """
@@ -103,6 +127,10 @@ def tiers(
         raise BadOption("no store: give --store DIR, or --socket PATH of a running sidecar")
     if CodecPolicy(codec).codec != "raw" and socket is not None:
         raise BadOption("--codec and --socket: the sidecar owns the store; give it to kvtier serve")
+    if policy(dram_policy, "--dram-policy") != DEFAULT_POLICY and socket is not None:
+        raise BadOption(
+            "--dram-policy and --socket: the sidecar owns DRAM; give it to kvtier serve"
+        )
     return Tiers(
         parse_size(hbm, "--hbm"),
         parse_size(dram, "--dram") if store is not None else 0,
@@ -112,4 +140,6 @@ def tiers(
         codec,
         writeback_s or None,
         write_budget(budget),
+        policy(hbm_policy, "--hbm-policy"),
+        dram_policy,
     )

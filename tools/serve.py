@@ -6,6 +6,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+from kvtier.index.policies import DEFAULT_POLICY
 from kvtier.tiers.memory import require
 from kvtier.tiers.nvme.codecs import CodecPolicy
 from kvtier.tiers.sidecar.server import SidecarServer
@@ -21,6 +22,7 @@ def serve(
     codec: str = "raw",
     writeback_s: float | None = WRITEBACK_S,
     write_budget_bytes: int | None = None,
+    dram_policy: str = DEFAULT_POLICY,
 ) -> None:
     """Serve on `socket`; return after a graceful stop.
 
@@ -38,6 +40,7 @@ def serve(
         codec=codec,
         writeback_s=writeback_s,
         write_budget_bytes=write_budget_bytes,
+        dram_policy=dram_policy,
     )
     asyncio.run(_serve(server))
 

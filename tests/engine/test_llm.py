@@ -236,6 +236,8 @@ def test_settings_that_contradict_each_other_are_refused(tiny: Path, tmp_path: P
         CacheSettings(writeback_s=-1)
     with pytest.raises(BadSettings, match=r"cache\.write_budget_bytes: -5 given"):
         CacheSettings(write_budget_bytes=-5)
+    with pytest.raises(BadSettings, match=r"cache\.dram_policy: 'mru' given, want lru, arc"):
+        CacheSettings(dram_policy="mru")
     for wrong, words in (
         ({"dtype": "float64"}, "float64"),
         ({"device": "tpu"}, "'tpu' is not supported"),

@@ -16,7 +16,8 @@ import xxhash
 
 from kvtier.index.errors import KvtierError
 from kvtier.index.namespace import DTYPE_BYTES, BlockLayout
-from kvtier.index.words import Slots
+from kvtier.index.policies import DEFAULT_POLICY
+from kvtier.index.words import Slots, TierId
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.contracts import Checksums, Signal, Store
 from kvtier.tiers.dram import DramSlab
@@ -61,6 +62,7 @@ class Backend:
         after_news: Callable[[], None],
         writeback_s: float | None = WRITEBACK_S,
         write_budget_bytes: int | None = None,
+        dram_policy: str = DEFAULT_POLICY,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = clock
@@ -77,6 +79,7 @@ class Backend:
             )
         self._dram_bytes = dram_bytes
         self._writeback_s = writeback_s
+        self._dram_policy = dram_policy
         self._after_news = after_news
         self._waits: dict[int, Wait] = {}
         self._next_wait = 0
@@ -135,6 +138,7 @@ class Backend:
             self.signal,
             clock=self.clock,
             writeback_s=self._writeback_s,
+            policies={TierId.DRAM: self._dram_policy},
         )
         return Slab(layout, dram, cache)
 

@@ -11,6 +11,7 @@ import socket
 from pathlib import Path
 
 from kvtier.index.errors import KvtierError
+from kvtier.index.policies import DEFAULT_POLICY
 from kvtier.tiers.sidecar import wire
 from kvtier.tiers.sidecar.backend import Backend, Slab, flatten
 from kvtier.tiers.sidecar.connection import Connection
@@ -29,7 +30,7 @@ class SidecarServer:
 
     `client_share`: the part of the slab that one connection may hold. `drain_s`: how long a stop
     may write blocks down that only DRAM holds. `writeback_s`: see `TieredCache`;
-    `write_budget_bytes`: see `NvmeTier.open`.
+    `write_budget_bytes`: see `NvmeTier.open`. `dram_policy`: one of `kvtier.index.policies`.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class SidecarServer:
         drain_s: float = 30.0,
         writeback_s: float | None = WRITEBACK_S,
         write_budget_bytes: int | None = None,
+        dram_policy: str = DEFAULT_POLICY,
     ) -> None:
         self._socket_path = socket_path
         self._store_path = store_path
@@ -54,6 +56,7 @@ class SidecarServer:
         self._drain_s = drain_s
         self._writeback_s = writeback_s
         self._write_budget_bytes = write_budget_bytes
+        self._dram_policy = dram_policy
         self._connections: set[Connection] = set()
         self._watched: set[int] = set()  # pidfds of processes that are, or were, connected
         self._quarantine: dict[int, Session] = {}  # by the pidfd of its process
@@ -77,6 +80,7 @@ class SidecarServer:
                 after_news=self._flush_all,
                 writeback_s=self._writeback_s,
                 write_budget_bytes=self._write_budget_bytes,
+                dram_policy=self._dram_policy,
             )
         except BaseException:
             listening.close()
