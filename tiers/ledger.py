@@ -431,6 +431,11 @@ class Ledger:
             return
         clean = self.holds(col + 1, victims) | self._is_refused(col, victims)
         clean |= self.is_stalled(victims)  # a copy below that hangs can't be waited for, nor made
+        if col + 1 == self.store_col:
+            # A block behind a gap in the store goes down again with what hangs off it: let go now,
+            # it would be brought back for that, time and again.
+            for run in self._branches(victims[~clean & self.lacks(col + 1, victims)]):
+                clean &= ~np.isin(victims, self.missing_ancestors(run))
         self._leave(col, victims[clean][:n])
         short = n - int(np.count_nonzero(clean)) - self.going_down(col)
         if short > 0:

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from typing import Any, Self
 
-from kvtier.index.words import TierId
+from kvtier.index.words import TierId, Tokens
 from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.lease import Lease
 from kvtier.tiers.mover import Mover
 from kvtier.tiers.pool import ArrayPool
-from kvtier.tiers.simulated import SimDevice, SimStore
-from tests.tiers.cache_rig import BLOCK_BYTES, BLOCK_SIZE, NAMESPACE, Rig, doc
+from kvtier.tiers.simulated import SimDevice, SimStore, places
+from tests.prf import block_bytes
+from tests.tiers.cache_rig import BLOCK_BYTES, BLOCK_SIZE, NAMESPACE, Rig, doc, keys_of
 
 
 class SimRig(Rig):
@@ -31,9 +33,10 @@ class SimRig(Rig):
         *,
         store: bool = True,
         async_compute: bool = False,
+        seed: int = 7,
         **options: Any,
     ) -> Self:
-        device = SimDevice(7, async_compute=async_compute)
+        device = SimDevice(seed, async_compute=async_compute)
         pools = [ArrayPool(TierId.HBM, hbm, BLOCK_BYTES, debug=True)]
         if dram is not None:
             pools.append(ArrayPool(TierId.DRAM, dram, BLOCK_BYTES, debug=True))
@@ -61,3 +64,41 @@ class SimRig(Rig):
         for tier in (TierId.HBM, TierId.DRAM):
             self.cache.shed(tier, self.cache.clock() + 1000)
         assert self.cache.match(NAMESPACE, doc(1, blocks)).by_tier.keys() <= {TierId.NVME}
+
+
+class GpuRig(SimRig):
+    """As `SimRig`, but compute is a stream of its own that runs when the test says so."""
+
+    def launch(self, lease: Lease, tokens: Tokens, deadline: float | None = None) -> None:
+        """Queue what `Rig.compute` does, without the commit."""
+        keys, first = keys_of(tokens, lease.namespace), len(lease.shared)
+        wanted = max(0, len(keys) - first - len(lease.private))
+        self.cache.extend(lease, wanted, deadline=deadline)
+        table = lease.block_table
+
+        def fill() -> None:
+            for position in range(first, len(keys)):
+                view = self.pools[0].view(int(table[position]))
+                view[:] = block_bytes(keys[position], BLOCK_BYTES)
+
+        self.cache.guard.check([(lease, table)])
+        read, written = places(self.pools[0], table[:first]), places(self.pools[0], table[first:])
+        self.device.launch("fill", fill, reads=read, writes=written)
+        self.cache.guard.launched([(lease, table)])
+        self.committed.update(keys)
+
+    def use(self, tokens: Tokens) -> None:
+        """A request that has been answered, as far as the host knows."""
+        lease = self.cache.acquire(NAMESPACE, tokens)
+        assert lease.ticket.wait(self.cache.clock() + 100)
+        self.launch(lease, tokens)
+        self.cache.commit(lease, tokens)
+        self.cache.release(lease)
+
+    def come_to_rest(self) -> None:
+        self.device.run_all()
+        self.settle()
+        self.device.run_all()
+        self.cache.poll()
+        self.cache.check()
+        assert all(pool.leaving + pool.limbo == 0 for pool in self.cache.statistics().pools)
