@@ -12,32 +12,12 @@ from tests.index.helpers import DRAM, HBM, NS, NVME, evict, fill, make, text
 # ---- eviction ------------------------------------------------------------------------------------
 
 
-def test_a_long_leaf_is_trimmed_from_its_tail_by_as_many_blocks_as_are_wanted() -> None:
-    index = make(3)
-    ids = fill(index, HBM, text(3, *range(50)))
-    assert index.victims(HBM, 7).tolist() == ids[::-1][:7].tolist()
-    evict(index, HBM, index.victims(HBM, 7))
-    assert index.match(NS, text(3, *range(50))).tolist() == ids[:43].tolist()
-    index.check()
-
-
 def test_a_leaf_whose_tail_has_left_the_column_already_is_trimmed_further_up() -> None:
     index = make(3)
     ids = fill(index, DRAM, text(3, *range(70)))
     fill(index, HBM, text(3, *range(60)))
     for n in (3, 10, 99):
         assert index.victims(HBM, n).tolist() == ids[:60][::-1][:n].tolist()
-
-
-def test_the_least_recently_used_leaf_goes_first_and_a_parent_after_its_last_child() -> None:
-    index = make(3)
-    a = fill(index, HBM, text(3, 1, 2))
-    b = fill(index, HBM, text(3, 1, 3))
-    c = fill(index, HBM, text(3, 4))
-    index.touch(HBM, a)
-    order = [int(b[1]), int(c[0]), int(a[1]), int(a[0])]
-    assert index.victims(HBM, 9).tolist() == order
-    assert index.victims(HBM, 2).tolist() == order[:2]
 
 
 def test_touching_a_leaf_makes_its_ancestors_recent_too() -> None:
@@ -66,18 +46,6 @@ def test_each_column_has_its_own_order() -> None:
     index.touch(DRAM, a)
     assert index.victims(HBM, 9).tolist() == [int(a[0]), int(b[0])]
     assert index.victims(DRAM, 9).tolist() == [int(b[0]), int(a[0])]
-
-
-def test_blocks_in_flight_below_keep_their_ancestors() -> None:
-    index = make(3)
-    ids = fill(index, HBM, text(3, 1, 2, 3))
-    index.begin_leave(HBM, ids[2:])
-    assert len(index.victims(HBM, 9)) == 0
-    index.cancel_leave(HBM, ids[2:])
-    assert index.victims(HBM, 9).tolist() == ids[::-1].tolist()
-    more = index.insert(NS, text(3, 1, 2, 8))
-    index.begin_fill(HBM, more[2:], np.array([70], np.int32))
-    assert index.victims(HBM, 9).tolist() == ids[2:].tolist()
 
 
 def test_a_promoted_path_goes_first_until_it_is_used() -> None:

@@ -12,33 +12,6 @@ SIZES = pytest.mark.parametrize("size", [1, 3, 16])
 # ---- match ---------------------------------------------------------------------------------------
 
 
-@SIZES
-def test_an_empty_index_and_an_empty_prompt_match_nothing(size: int) -> None:
-    index = make(size)
-    assert len(index.match(NS, text(size, 1, 2))) == 0
-    fill(index, HBM, text(size, 1, 2))
-    assert len(index.match(NS, text(size))) == 0
-
-
-@SIZES
-def test_exact_longer_and_shorter_prompts_match_whole_blocks(size: int) -> None:
-    index = make(size)
-    ids = fill(index, HBM, text(size, 1, 2, 3)).tolist()
-    assert index.match(NS, text(size, 1, 2, 3)).tolist() == ids
-    assert index.match(NS, text(size, 1, 2, 3, 4, rest=size - 1)).tolist() == ids
-    assert index.match(NS, text(size, 1, 2)).tolist() == ids[:2]
-    assert index.match(NS, text(size, 1, 2, rest=size - 1)).tolist() == ids[:2]
-
-
-@pytest.mark.parametrize("at", [3, 4, 5])
-def test_divergence_inside_a_block_rounds_down_and_on_an_edge_does_not(at: int) -> None:
-    index = make(3)
-    ids = fill(index, HBM, text(3, 1, 2, 3)).tolist()
-    tokens = text(3, 1, 2, 3)
-    tokens[at] = 77
-    assert index.match(NS, tokens).tolist() == ids[:1]
-
-
 def test_match_changes_nothing() -> None:
     index = make(3)
     fill(index, HBM, text(3, 1, 2, 3))
@@ -55,52 +28,7 @@ def test_the_returned_ids_are_the_callers_own() -> None:
     index.check()
 
 
-@SIZES
-def test_namespaces_do_not_see_each_other(size: int) -> None:
-    index = make(size)
-    ours = fill(index, HBM, text(size, 1, 2))
-    assert len(index.match(b"other", text(size, 1, 2))) == 0
-    theirs = fill(index, HBM, text(size, 1, 2), b"other")
-    assert not set(ours.tolist()) & set(theirs.tolist())
-    assert index.namespace_of(int(theirs[0])) == b"other"
-    assert not set(index.keys(ours)) & set(index.keys(theirs))
-
-
 # ---- structure -----------------------------------------------------------------------------------
-
-
-@SIZES
-def test_a_split_keeps_ids_states_slots_pins_and_keys(size: int) -> None:
-    index = make(size)
-    ids = fill(index, HBM, text(size, 1, 2, 3, 4))
-    fill(index, DRAM, text(size, 1, 2))
-    index.pin(HBM, ids[:3])
-    keys = index.keys(ids)
-    before = [index.state(c, ids).tolist() + index.slots(c, ids).tolist() for c in range(3)]
-    other = fill(index, HBM, text(size, 1, 2, 9))
-    assert index.statistics().nodes == 3 and index.statistics().leaves == 2
-    assert other[:2].tolist() == ids[:2].tolist()
-    assert index.match(NS, text(size, 1, 2, 3, 4)).tolist() == ids.tolist()
-    after = [index.state(c, ids).tolist() + index.slots(c, ids).tolist() for c in range(3)]
-    assert after == before
-    assert index.keys(ids) == keys
-    assert index.statistics().columns[HBM].pinned == 3
-    index.check()
-
-
-@SIZES
-def test_inserting_known_tokens_returns_the_same_ids(size: int) -> None:
-    index = make(size)
-    ids = fill(index, HBM, text(size, 1, 2, 3))
-    assert index.insert(NS, text(size, 1, 2, 3, rest=size - 1)).tolist() == ids.tolist()
-    assert index.statistics().blocks == 3
-
-
-def test_equal_blocks_at_different_depths_are_different_blocks_with_different_keys() -> None:
-    index = make(3)
-    ids = fill(index, HBM, text(3, 1, 1, 1))
-    assert len(set(ids.tolist())) == 3
-    assert len(set(index.keys(ids))) == 3
 
 
 def test_a_sequence_that_grows_block_by_block_stays_one_node() -> None:
@@ -161,17 +89,6 @@ def test_the_order_in_which_blocks_are_named_to_forget_does_not_matter() -> None
 
 
 # ---- residency -----------------------------------------------------------------------------------
-
-
-def test_a_block_evicted_from_a_pool_still_matches_while_another_holds_it() -> None:
-    index = make(3)
-    ids = fill(index, HBM, text(3, 1, 2))
-    fill(index, DRAM, text(3, 1, 2))
-    evict(index, HBM, ids)
-    assert index.match(NS, text(3, 1, 2)).tolist() == ids.tolist()
-    assert index.slots(HBM, ids).tolist() == [-1, -1]
-    evict(index, DRAM, ids)
-    assert len(index.match(NS, text(3, 1, 2))) == 0
 
 
 def test_a_fill_that_half_fails_leaves_the_contiguous_part_and_gives_back_its_slots() -> None:
@@ -254,22 +171,6 @@ def test_an_id_that_names_no_block_is_refused(bad: int) -> None:
 
 
 # ---- pins ----------------------------------------------------------------------------------------
-
-
-def test_a_pinned_leaf_keeps_its_ancestors_and_unpinning_restores_what_could_go() -> None:
-    index = make(3)
-    ids = fill(index, HBM, text(3, 1, 2, 3))
-    branch = fill(index, HBM, text(3, 1, 9))
-    before = index.victims(HBM, 9).tolist()
-    index.pin(HBM, ids[2:])
-    index.pin(HBM, ids[2:])
-    assert index.victims(HBM, 9).tolist() == branch[1:].tolist()
-    index.unpin(HBM, ids[2:])
-    assert index.victims(HBM, 9).tolist() == branch[1:].tolist()
-    index.unpin(HBM, ids[2:])
-    assert index.victims(HBM, 9).tolist() == before
-    with pytest.raises(IndexCorrupt, match="not pinned"):
-        index.unpin(HBM, ids[2:])
 
 
 def test_a_pinned_block_does_not_leave_and_keeps_its_id() -> None:

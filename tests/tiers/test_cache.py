@@ -9,14 +9,13 @@ from kvtier.index.words import TierId
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.contracts import Signal
 from kvtier.tiers.device import CpuDevice
-from kvtier.tiers.errors import LaunchRefused, TierFull
+from kvtier.tiers.errors import LaunchRefused
 from kvtier.tiers.mover import Mover
 from kvtier.tiers.pool import ArrayPool
 from tests.tiers.cache_rig import (
     BLOCK_BYTES,
     BLOCK_SIZE,
     NAMESPACE,
-    OTHER_NAMESPACE,
     Rig,
     doc,
 )
@@ -47,12 +46,6 @@ def test_what_was_committed_is_hit_and_what_was_not_is_not(rig: Rig) -> None:
     assert rig.visit(doc(2, 3)) == 0
 
 
-def test_a_namespace_never_sees_another_ones_blocks(rig: Rig) -> None:
-    rig.visit(doc(1, 5))
-    assert rig.visit(doc(1, 5), OTHER_NAMESPACE) == 0
-    assert rig.visit(doc(1, 5), OTHER_NAMESPACE) == 5
-
-
 def test_tokens_that_do_not_fill_a_block_are_not_cached(rig: Rig) -> None:
     tokens = doc(1, 3)
     rig.visit(tokens[:-1])
@@ -67,18 +60,6 @@ def test_limit_leaves_at_least_one_token_to_compute(rig: Rig) -> None:
     rig.cache.release(lease)
 
 
-def test_blocks_evicted_from_hbm_are_served_from_dram(rig: Rig) -> None:
-    rig.visit(doc(1, 6))
-    rig.cache.drain()
-    assert rig.cache.shed(TierId.HBM, rig.cache.clock() + 10) == 6
-    lease, hits = rig.serve(doc(1, 6))
-    assert (hits, dict(lease.hit_tokens)) == (6, {TierId.DRAM: 24})
-    rig.cache.release(lease)
-    lease, _ = rig.serve(doc(1, 6))
-    assert dict(lease.hit_tokens) == {TierId.HBM: 24}
-    rig.cache.release(lease)
-
-
 def test_eviction_takes_the_least_recently_used_leaf_and_never_a_pinned_block(rig: Rig) -> None:
     held, _ = rig.serve(doc(1, 4))
     rig.visit(doc(2, 3))
@@ -89,43 +70,12 @@ def test_eviction_takes_the_least_recently_used_leaf_and_never_a_pinned_block(ri
     rig.cache.release(held)
 
 
-def test_a_full_pool_of_pinned_blocks_refuses_and_changes_nothing() -> None:
-    rig = make_rig(4, None)
-    lease, _ = rig.serve(doc(1, 3))
-    other = rig.cache.acquire(NAMESPACE, doc(2, 2))
-    before = rig.cache.statistics()
-    with pytest.raises(TierFull, match="no room for 2 blocks"):
-        rig.cache.extend(other, 2, deadline=rig.cache.clock() + 5)
-    assert rig.cache.statistics() == before
-    assert not rig.cache.has_room(2)
-    rig.cache.release(lease)
-    assert rig.cache.has_room(2)
-    rig.compute(other, doc(2, 2))
-    rig.cache.release(other)
-    rig.cache.check()
-
-
 def test_without_a_lower_tier_eviction_forgets_and_says_so() -> None:
     rig = make_rig(4, None)
     rig.visit(doc(1, 4))
     rig.visit(doc(2, 4))
     assert rig.visit(doc(1, 4)) == 0
     assert rig.cache.statistics().dropped >= 4
-
-
-def test_the_second_request_for_a_block_adopts_the_firsts(rig: Rig) -> None:
-    tokens = doc(1, 3)
-    first = rig.cache.acquire(NAMESPACE, tokens)
-    second = rig.cache.acquire(NAMESPACE, tokens)
-    rig.compute(first, tokens)
-    rig.cache.extend(second, 3)
-    assert not set(second.block_table) & set(first.block_table)
-    assert rig.cache.commit(second, tokens) == 3
-    assert np.array_equal(second.block_table, first.block_table)
-    rig.cache.release(first)
-    rig.expect_bytes(second, tokens)
-    rig.cache.release(second)
-    assert rig.cache.statistics().pools[0].resident == 3
 
 
 def test_commit_refuses_tokens_other_than_the_leases(rig: Rig) -> None:
