@@ -305,6 +305,13 @@ def replay(
             help="Write nothing more back once so much was written on a day (default: --nvme).",
         ),
     ] = None,
+    running: Annotated[
+        int, typer.Option("--running", min=1, help="Requests that hold their blocks at once.")
+    ] = 1,
+    lookahead: Annotated[
+        int,
+        typer.Option("--lookahead", min=0, help="Requests in the queue whose blocks are spared."),
+    ] = 0,
     curve: Annotated[
         int, typer.Option("--curve", min=0, help="Capacities of the miss-ratio curve (0: none).")
     ] = 8,
@@ -339,6 +346,8 @@ def replay(
         trace,
         setup,
         block_bytes=size,
+        running=running,
+        lookahead=lookahead,
         strict=strict,
         points=curve,
         processes=processes or os.cpu_count() or 1,

@@ -60,6 +60,27 @@ def test_what_came_into_a_tier_has_left_it_or_stands_there(
     replay.world.store.check()
 
 
+def test_what_runs_keeps_its_blocks_until_their_room_is_needed() -> None:
+    paths = [np.arange(8 * i, 8 * i + n, dtype=np.int32) for i, n in enumerate((6, 6, 6, 3, 18))]
+    replay = Replay(Setup(20, 0, 0), running=3)
+    leases = []
+    for path in paths:
+        replay.request(0.0, path)
+        leases.append(replay.world.cache.statistics().leases)
+    assert leases == [1, 2, 2, 2, 1]
+    assert replay.outcome().evicted == {TierId.HBM: 19}
+
+
+def test_blocks_that_waiting_requests_will_ask_for_are_spared() -> None:
+    a, b, c = (np.arange(8 * i, 8 * i + 8, dtype=np.int32) for i in range(3))
+    steps = [(a, []), (b, [c, a]), (c, [a]), (a, [])]
+    for lookahead, hits in ((0, 0), (2, 8)):
+        replay = Replay(Setup(16, 0, 0))
+        for path, waiting in steps:
+            replay.request(0.0, path, waiting[:lookahead])
+        assert sum(replay.outcome().hits.values()) == hits
+
+
 def test_with_room_for_all_everything_that_was_seen_before_is_a_hit(run: Run) -> None:
     said = run("replay", SAMPLE, "--hbm", "5000", "--dram", "0", "--nvme", "0", *QUICK)
     found = said.summary
@@ -72,6 +93,7 @@ def test_the_command_prints_tables_a_curve_a_chart_and_json(run: Run, tmp_path: 
     chart = tmp_path / "curve.png"
     said = run(
         *("replay", SAMPLE, *SMALL, "--policy", "adaptive", "--dram-policy", "arc"),
+        *("--running", "3", "--lookahead", "2"),
         *("--block-bytes", "2MiB", "--curve", "4", "--processes", "1", "--png", chart, "--json"),
     )
     assert said.code == 0, said.err

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvtier.index.words import TierId
+from kvtier.index.words import TierId, Tokens
 from kvtier.tools.errors import BadOption
 from kvtier.tools.replay.bounds import belady, infinite
 from kvtier.tools.replay.curve import Curve, spread, trace_curve
@@ -28,13 +28,18 @@ def run_replay(
     setup: Setup,
     *,
     block_bytes: int | None,
+    running: int,
+    lookahead: int,
     strict: bool,
     points: int,
     processes: int,
     png: Path | None,
     as_json: bool,
 ) -> None:
-    """Replay a trace and print what came of it; `points`: capacities of the curve, 0 for none.
+    """Replay a trace and print what came of it.
+
+    `running`: requests that hold their blocks at once; `lookahead`: those behind them whose blocks
+    are known; `points`: capacities of the curve, 0 for none.
 
     Raises `BadTrace` for a file that is none, with `strict` for a malformed line too, and
     `BadOption` for a PNG without a curve or where none can be written.
@@ -45,13 +50,14 @@ def run_replay(
         raise BadOption(f"--png: there is no directory {png.parent}; make it")
     with _bar() as bar:
         requests, bad_lines = _read(path, strict, bar)
-        replay, hit_tokens = Replay(setup), Counter[TierId]()
+        blocks = [request.blocks for request in requests]
+        replay, hit_tokens = Replay(setup, running), Counter[TierId]()
         for n, request in enumerate(requests, 1):
-            sources = replay.request(request.timestamp_s, request.blocks)
+            waiting = blocks[n : n + lookahead]
+            sources = replay.request(request.timestamp_s, request.blocks, waiting)
             for tier, tokens in zip(sources, request.block_tokens, strict=False):
                 hit_tokens[tier] += tokens
             bar("replay", n, len(requests))
-        blocks = [request.blocks for request in requests]
         bar("Belady", 0, None)
         report = Report(
             trace=path.name,
@@ -63,7 +69,7 @@ def run_replay(
             ideal=infinite(blocks),
             belady=belady(blocks, setup.blocks),
             bad_lines=bad_lines,
-            curve=None if not points else _curve(requests, setup, points, processes, bar),
+            curve=None if not points else _curve(blocks, setup, points, processes, bar),
         )
     show(report, Console())
     if png is not None and report.curve is not None:
@@ -73,12 +79,12 @@ def run_replay(
 
 
 def _curve(
-    requests: Sequence[TraceRequest], setup: Setup, points: int, processes: int, bar: Bar
+    requests: Sequence[Tokens], setup: Setup, points: int, processes: int, bar: Bar
 ) -> Curve:
     given = [n for n in (setup.hbm, setup.dram, setup.nvme) if n]
     policies = {"lru": None, **dict.fromkeys(setup.policies.values())}
     return trace_curve(
-        [request.blocks for request in requests],
+        requests,
         spread(given, points),
         list(policies),
         processes=processes,

@@ -33,10 +33,11 @@ def draw(report: Report, curve: Curve, path: Path) -> None:
         axes.annotate(
             " + ".join(name.upper() for name in names[: i + 1]),
             (x, y),
-            xytext=(0, 9),
+            xytext=(0, -18),
             textcoords="offset points",
             ha="center",
             fontsize=8,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 1},
         )
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda blocks, _: _size(report, blocks)))

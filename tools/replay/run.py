@@ -1,15 +1,18 @@
 """Drive the cache through a trace, request by request, and count what it did.
 
-A request is over before the next one begins: it acquires, waits for what comes up from below,
-computes the rest, commits and releases. Blocks that the output adds count when a later request
-names them. Knows no files and prints nothing.
+A request acquires, waits for what comes up from below, computes the rest and commits, before the
+next one begins. It releases when as many later ones have begun as run at once, or when one of them
+needs its room. Blocks that the output adds count when a later request names them. Knows no files
+and prints nothing.
 """
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvtier.index.lookahead import Waiting
 from kvtier.index.words import TierId, Tokens
+from kvtier.tiers.lease import Lease
 from kvtier.tools.replay.one_tier import NAMESPACE
 from kvtier.tools.replay.world import Setup, World
 
@@ -38,27 +41,39 @@ class Outcome:
 
 
 class Replay:
-    """One pass of requests through a world, in order of time."""
+    """One pass of requests through a world, in order of time; at most `running` hold a lease."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, running: int = 1) -> None:
         self.world = World(setup)
+        self._most = running
+        self._running: deque[Lease] = deque()
         self._hits: Counter[TierId] = Counter()
         self._requests = 0
         self._asked = 0
         self._truncated = 0
 
-    def request(self, moment_s: float, blocks: Tokens) -> list[TierId]:
-        """Serve one request for these chained block ids; the tier each block was found in."""
+    def request(
+        self, moment_s: float, blocks: Tokens, waiting: Sequence[Tokens] = ()
+    ) -> list[TierId]:
+        """Serve one request for these chained block ids; the tier each block was found in.
+
+        `waiting`: what those behind it in the queue will ask for, the next one first.
+        """
         cache, room = self.world.cache, self.world.pools[0].num_slots
         self._pass_time(moment_s)
+        cache.expect([Waiting(NAMESPACE, tokens) for tokens in waiting])
+        wanted = blocks[:room]
+        while self._running and not cache.has_room(len(wanted)):
+            cache.release(self._running.popleft())
         lease = cache.acquire(NAMESPACE, blocks, limit=room)
         lease.ticket.wait(cache.clock() + PATIENCE_S)
         lease.ticket.settle()
         sources = lease.sources
-        wanted = blocks[:room]
         cache.extend(lease, len(wanted) - len(sources), deadline=cache.clock() + PATIENCE_S)
         cache.commit(lease, wanted)
-        cache.release(lease)
+        self._running.append(lease)
+        while len(self._running) >= self._most:
+            cache.release(self._running.popleft())
         cache.drain(cache.clock() + PATIENCE_S)
         self._requests += 1
         self._asked += len(blocks)
