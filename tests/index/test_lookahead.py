@@ -156,6 +156,17 @@ def test_what_another_request_found_keeps_its_place_and_all_above_it() -> None:
     assert order(index) == backwards(other, ids)
 
 
+def test_a_new_block_is_not_taken_for_the_one_that_had_its_id() -> None:
+    index = make()
+    before = fill(index, HBM, text(3, 1, 2))
+    index.found(before)
+    evict(index, HBM, before[::-1])
+    other, ids = fill(index, HBM, text(3, 9)), fill(index, HBM, text(3, 5))
+    assert {*other.tolist(), *ids.tolist()} == set(before.tolist())
+    index.retire(HBM, ids)
+    assert order(index) == backwards(ids, other)
+
+
 def test_blocks_of_a_finished_turn_that_are_used_again_are_ordinary_again() -> None:
     index = make()
     other, ids = fill(index, HBM, text(3, 9)), fill(index, HBM, text(3, 1, 2, 3))

@@ -170,6 +170,7 @@ def test_a_request_that_will_be_back_for_its_blocks_retires_nothing() -> None:
 def test_hbm_alone_keeps_what_was_used_last() -> None:
     rig = SimRig.make(hbm=8, dram=None, store=False)
     rig.visit(doc(1, 4))
+    rig.visit(doc(1, 4))
     rig.visit(doc(2, 4))
     rig.visit(doc(3, 4))
     assert in_hbm(rig, 1, 4) == 0
