@@ -15,7 +15,7 @@ Without TRACE, every trace of `../shared/traces`, seen from the project's root. 
 finished cell is written to FILE at once, and a run that was stopped goes on from there. Generated
 traces are judged by the second line alone.
 
-With `--look-ahead` the adaptive policy is run once more with the next 16, 64 and 256 requests
+With `--look-ahead` the adaptive policy is run once more with the next 16 and 64 requests
 known, as a queue of so many would show them; this is reported apart, and nothing is promised.
 
     python -m bench.policy [TRACE ...] [--generated] [--quick] [--requests N] [--log FILE]
@@ -91,7 +91,7 @@ RUNS: dict[str, Callable[[Sequence[Tokens], int], int]] = {
     "infinite": lambda requests, capacity: infinite(requests),
 }
 
-LOOK_AHEAD = (16, 64, 256)
+LOOK_AHEAD = (16, 64)
 
 
 def run_ahead(depth: int, requests: Sequence[Tokens], capacity: int) -> int:

@@ -50,10 +50,14 @@ class PoolView:
         protected, self._protected = self._protected, None
         return protected is not None
 
+    def _keeps(self, block: np.int32) -> bool:
+        return self._protected is not None and bool(self._protected[block])
+
     def tail(self, node: Node, n: int, keep: int = 0) -> tuple[BlockIds, bool]:
         ids = node.ids
-        if self._pins[ids[-1]] and self._state[ids[-1]]:
-            return NO_BLOCKS, False  # the usual reason to pass a node over, found cheaply
+        last = ids[-1]
+        if self._state[last] and (self._pins[last] or self._keeps(last)):
+            return NO_BLOCKS, False  # the usual reasons to pass a node over, found cheaply
         end, window, wanted = len(ids), max(n, FIRST_WINDOW), n
         parts: list[BlockIds] = []
         while end > keep and wanted > 0:
