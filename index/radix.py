@@ -8,7 +8,6 @@ threads: the caller holds the lock. Every method either does all of its work or 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy.typing as npt
 
 from kvtier.index.audit import audit
 from kvtier.index.blocks import BlockTable, IndexCorrupt
+from kvtier.index.counts import ColumnStatistics, IndexStatistics
 from kvtier.index.ghosts import fingerprints
 from kvtier.index.lanes import Lanes
 from kvtier.index.lookahead import Lookahead, Waiting
@@ -36,29 +36,7 @@ from kvtier.index.words import (
 ABSENT, FILLING = Residency.ABSENT, Residency.FILLING
 RESIDENT, LEAVING = Residency.RESIDENT, Residency.LEAVING
 
-__all__ = ["ColumnStatistics", "IndexCorrupt", "IndexStatistics", "RadixIndex"]
-
-
-@dataclass(frozen=True)
-class ColumnStatistics:
-    """Blocks of one column by state; `pinned` counts blocks with a pin, whatever their state."""
-
-    tier: TierId
-    resident: int
-    filling: int
-    leaving: int
-    pinned: int
-
-
-@dataclass(frozen=True)
-class IndexStatistics:
-    """Sizes at one moment. `hint_only`: blocks known by stores' hints alone."""
-
-    blocks: int
-    nodes: int
-    leaves: int
-    columns: tuple[ColumnStatistics, ...]
-    hint_only: int
+__all__ = ["IndexCorrupt", "RadixIndex"]
 
 
 def _leaf_lru(tier: TierId) -> EvictionPolicy[Node]:
