@@ -3,6 +3,7 @@
 Knows sizes and paths; not models or requests. What it opens, its `close` closes.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 
 from kvtier.engine.errors import BadSettings
+from kvtier.index.admission import ADMISSIONS, Admission, Allowance
 from kvtier.index.namespace import DTYPE_BYTES, BlockLayout
 from kvtier.index.policies import DEFAULT_POLICY, POLICIES
 from kvtier.index.words import TierId
@@ -23,6 +25,7 @@ from kvtier.tiers.hbm import HbmPool
 from kvtier.tiers.mover import Mover
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.sidecar.tier import SidecarTier
+from kvtier.tiers.sieve import unlimited
 from kvtier.tiers.ticker import Ticker
 from kvtier.tiers.writeback import WRITEBACK_S
 
@@ -37,7 +40,9 @@ class CacheSettings:
     DRAM and NVMe, so that `dram_bytes`, `nvme_bytes` and `store` are its business, not ours.
     `dram_bytes` 0 leaves the DRAM tier out. `codec` ("raw", "zstd", "auto"): how the NVMe tier
     stores blocks. `hbm_policy`, `dram_policy`: which blocks leave first ("lru", "arc", "adaptive").
-    `debug` poisons freed slots.
+    `nvme_admission`: which blocks that leave DRAM, or are written back, go to the store ("all", or
+    "learned": those whose reuse is worth it, within `write_budget_bytes`). `debug` poisons freed
+    slots.
 
     What has been in DRAM for `writeback_s` is written to the store in the background (None: never),
     until `write_budget_bytes` were written on a UTC day (None: `nvme_bytes`). Closing writes
@@ -57,6 +62,7 @@ class CacheSettings:
     write_budget_bytes: int | None = None
     hbm_policy: str = DEFAULT_POLICY
     dram_policy: str = DEFAULT_POLICY
+    nvme_admission: str = "all"
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -65,6 +71,10 @@ class CacheSettings:
                 raise BadSettings(
                     f"cache.{name}: {getattr(self, name)!r} given, want {', '.join(POLICIES)}"
                 )
+        if self.nvme_admission not in ADMISSIONS:
+            raise BadSettings(
+                f"cache.nvme_admission: {self.nvme_admission!r} given, want {', '.join(ADMISSIONS)}"
+            )
         for name in ("writeback_s", "write_budget_bytes"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -101,6 +111,8 @@ def open_cache(settings: CacheSettings, layout: BlockLayout, device: str = "cpu"
         hbm = HbmPool.sized(layout, settings.hbm_bytes, device=device, debug=settings.debug)
         pools: list[Pool] = [hbm]
         store: NvmeTier | SidecarTier | None = None
+        admission: Admission | None = None
+        allowance: Callable[[], Allowance | None] = unlimited
         if settings.socket:
             store = SidecarTier.connect(
                 settings.socket, layout, mover=mover, signal=signal, registrar=cuda
@@ -122,6 +134,10 @@ def open_cache(settings: CacheSettings, layout: BlockLayout, device: str = "cpu"
                     codec=settings.codec,
                     element_bytes=DTYPE_BYTES[layout.dtype],
                 )
+                if settings.nvme_admission == "learned":
+                    kept = max(1, settings.nvme_bytes // layout.nbytes)
+                    admission = Admission(pools[-1].num_slots, kept)
+                    allowance = store.allowance
         stores = [] if store is None else [store]
         for each in stores:
             stack.callback(each.close)
@@ -132,6 +148,8 @@ def open_cache(settings: CacheSettings, layout: BlockLayout, device: str = "cpu"
             mover,
             signal,
             writeback_s=settings.writeback_s,
+            admission=admission,
+            allowance=allowance,
             policies={TierId.HBM: settings.hbm_policy, TierId.DRAM: settings.dram_policy},
         )
         stack.callback(cache.close)

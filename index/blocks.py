@@ -225,6 +225,11 @@ class BlockTable:
         self.keys[ids] = np.frombuffer(b"".join(keys), np.uint8).reshape(len(ids), KEY_BYTES)
         self.keyed[ids] = True
 
+    def get_marks(self, ids: BlockIds) -> npt.NDArray[np.uint64]:
+        """The first eight bytes of each key, 0 for a block that has not been keyed."""
+        heads = np.ascontiguousarray(self.keys[ids, :8]).view("<u8").reshape(-1)
+        return np.where(self.keyed[ids], heads, np.uint64(0))
+
     def get_keys(self, ids: BlockIds) -> list[BlockKey]:
         """The keys of blocks that have been keyed."""
         data = self.keys[ids].tobytes()

@@ -135,6 +135,10 @@ class RadixIndex:
             self._compute_keys(int(ids[-1]))
         return self._table.get_keys(ids)
 
+    def marks(self, ids: BlockIds) -> npt.NDArray[np.uint64]:
+        """The first eight bytes of each block's key, uint64; 0 where it has none yet (`keys`)."""
+        return self._table.get_marks(ids)
+
     def parent_key(self, block: int) -> BlockKey:
         """The key of the block above, `ROOT_KEY` above a first block."""
         self._tree.owner(block)

@@ -21,6 +21,7 @@ from types import MappingProxyType
 
 import numpy as np
 
+from kvtier.index.admission import Admission, Allowance
 from kvtier.index.lookahead import Waiting
 from kvtier.index.policies import DEFAULT_POLICY, make_policy
 from kvtier.index.policy import EvictionPolicy
@@ -43,6 +44,7 @@ from kvtier.tiers.ledger import Ledger
 from kvtier.tiers.load import Load, reachable
 from kvtier.tiers.mover import Mover
 from kvtier.tiers.moves import Terms, mask_runs
+from kvtier.tiers.sieve import Sieve, unlimited
 from kvtier.tiers.sink import Sink
 from kvtier.tiers.writeback import WRITEBACK_S, WriteBack
 
@@ -68,6 +70,10 @@ class TieredCache:
     `writeback_s`: what has been in the last pool for so long is put into the store in the
     background (None: only when it has to leave). Off where HBM stands right above the store.
 
+    `admission` decides which of the blocks that leave the last pool, or are written back, go to the
+    store (None: all), within what `allowance` says may still be written (None: as much as one
+    likes). A flush, and `shed`, write all.
+
     `policies` names the eviction policy of a pool's tier (`kvtier.index.policies`); leaf-LRU unless
     it does.
     """
@@ -84,6 +90,8 @@ class TieredCache:
         eager_copy_down: bool | None = None,
         writeback_s: float | None = WRITEBACK_S,
         policies: Mapping[TierId, str] = MappingProxyType({}),
+        admission: Admission | None = None,
+        allowance: Callable[[], Allowance | None] = unlimited,
     ) -> None:
         if not pools:
             raise ValueError("pools: a cache needs at least one")
@@ -108,8 +116,11 @@ class TieredCache:
             protectable={tier: n // PROTECTABLE for tier, n in slots.items()},
         )
         eager = _is_eager(pools, store) if eager_copy_down is None else eager_copy_down
+        sieve = None
+        if admission is not None and store is not None:
+            sieve = Sieve(index, admission, allowance, pools[-1].block_bytes, clock)
         self._ledger = Ledger(
-            index, pools, store, mover, clock=clock, eager=eager and len(columns) > 1
+            index, pools, store, mover, clock=clock, eager=eager and len(columns) > 1, sieve=sieve
         )
         self._index = index
         self._write_back: WriteBack | None = None
@@ -164,7 +175,8 @@ class TieredCache:
             self._advance()
             self._index.request(namespace, tokens)
             known = prefetched.sources if prefetched is not None else ()
-            load = Load(self._ledger, namespace, tokens[:limit], 0, known, Terms(deadline))
+            terms = Terms(deadline)
+            load = Load(self._ledger, namespace, tokens[:limit], 0, known, terms, asks=True)
             lease = Lease(self, self._next_lease, namespace, load)
             self._next_lease += 1
             self._leases[lease.id] = lease
@@ -385,7 +397,7 @@ class TieredCache:
             ticks = self.signal.ticks
             with self._lock:
                 self._advance()
-                self._ledger.evict(col, self._ledger.pools[col].num_slots)
+                self._ledger.evict(col, self._ledger.pools[col].num_slots, sift=False)
                 evictable = len(self._index.victims(col, 1))
                 idle = not self._ledger.in_flight
             if not evictable and idle:
@@ -484,6 +496,7 @@ class TieredCache:
                 dropped=self._ledger.dropped,
                 written_back=0 if self._write_back is None else self._write_back.num_written,
                 writeback_waiting=0 if self._write_back is None else self._write_back.num_waiting,
+                sieve=None if self._ledger.sieve is None else self._ledger.sieve.statistics(),
             )
 
     def check(self) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from kvtier.index.words import BlockIds, Slots, TierId
 from kvtier.tiers.load import Load
 from kvtier.tiers.moves import TailCopy
+from kvtier.tiers.sieve import SieveStatistics
 from kvtier.tiers.sink import Sink
 
 
@@ -249,3 +250,5 @@ class CacheStatistics:
     """Blocks put into the store before they had to leave the last pool."""
     writeback_waiting: int
     """Blocks whose turn is still to come; some may have left the pool meanwhile."""
+    sieve: SieveStatistics | None
+    """What was let into the store and what was not; None where everything is."""

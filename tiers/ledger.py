@@ -22,6 +22,7 @@ from kvtier.tiers.contracts import PENDING, Fetch, Flight, Pool, Put, Store
 from kvtier.tiers.guard import SlotBook, SlotUse
 from kvtier.tiers.mover import Mover
 from kvtier.tiers.moves import Doubt, Mask, Move, TailCopy, Terms, branch_runs
+from kvtier.tiers.sieve import Sieve
 
 # Blocks go down to a store in groups, so that one sync serves many; at most an eighth of the pool.
 EVICTION_GROUP = 32
@@ -44,12 +45,14 @@ class Ledger:
         *,
         clock: Callable[[], float],
         eager: bool,
+        sieve: Sieve | None = None,
     ) -> None:
         self.index = index
         self.pools = tuple(pools)
         self.store = store
         self.mover = mover
         self.clock = clock
+        self.sieve = sieve
         self.book = SlotBook(pools[0].num_slots)
         self.store_col = len(self.pools)
         self.dropped = 0
@@ -416,10 +419,11 @@ class Ledger:
         else:
             self.pools[col].free(slots)
 
-    def evict(self, col: int, n: int) -> None:
+    def evict(self, col: int, n: int, *, sift: bool = True) -> None:
         """Free `n` slots of pool `col` as far as possible, least recently used leaves first.
 
-        Those that come free without further ado count.
+        Those that come free without further ado count. With `sift`, what the sieve does not want
+        written leaves as if it were clean.
         """
         n -= self.vacating(col)
         if n <= 0:
@@ -431,6 +435,9 @@ class Ledger:
             return
         clean = self.holds(col + 1, victims) | self._is_refused(col, victims)
         clean |= self.is_stalled(victims)  # a copy below that hangs can't be waited for, nor made
+        if sift and self.sieve is not None and col + 1 == self.store_col:
+            runs = self._branches(victims[~clean & self.lacks(col + 1, victims)])
+            clean |= np.isin(victims, self.sieve.unwanted(runs))
         if col + 1 == self.store_col:
             # A block behind a gap in the store goes down again with what hangs off it: let go now,
             # it would be brought back for that, time and again.
@@ -480,6 +487,8 @@ class Ledger:
         kept = np.zeros(len(ids), np.bool_)
         for below in range(col + 1, self.levels):
             kept |= self.holds(below, ids)
+        if self.sieve is not None and col + 1 == self.store_col:
+            self.sieve.leaving(ids, ~kept)
         self.dropped += int(np.count_nonzero(~kept))
         self.evicted[col] += len(ids)
         self._refused.difference_update((col, int(block)) for block in ids)
@@ -526,7 +535,10 @@ class Ledger:
         away = missing[~self.holds(col, missing)]
         if not len(away):
             # The store keeps a block only after its parents, so they travel in the same flight.
-            self.lower_blocks(np.concatenate([missing, run]), col)
+            together = np.concatenate([missing, run])
+            self.lower_blocks(together, col)
+            if self.sieve is not None:
+                self.sieve.sent(together)
         elif self._are_above(col, away):
             self._bring_down(col, away, run)
         else:

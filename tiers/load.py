@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvtier.index.words import ROOT_KEY, BlockIds, TierId, Tokens, block_keys
+from kvtier.index.words import ROOT_KEY, BlockIds, BlockKey, TierId, Tokens, block_keys
 from kvtier.tiers.contracts import Answer
 from kvtier.tiers.ledger import Ledger
 from kvtier.tiers.moves import ANY_TIME, Mask, Terms
@@ -25,9 +25,10 @@ class Load:
     """Bring the whole blocks of `tokens` into pool `col` or a faster one, as far as they exist.
 
     With `col` the store's column nothing moves: it only finds out.
-    `known` are the tiers an earlier load found the first blocks in, for the record.
-    At `terms.deadline` it ends by itself. In the background it reads from the store piece by piece,
-    as much at a time as the ledger allows all such loads together.
+    `known` are the tiers an earlier load found the first blocks in, for the record. `asks`: it is a
+    request's, from which the sieve learns. At `terms.deadline` it ends by itself. In the background
+    it reads from the store piece by piece, as much at a time as the ledger allows all such loads
+    together.
     """
 
     def __init__(
@@ -38,6 +39,8 @@ class Load:
         col: int,
         known: Sequence[TierId] = (),
         terms: Terms = ANY_TIME,
+        *,
+        asks: bool = False,
     ) -> None:
         self.terms = terms
         self._ledger = ledger
@@ -62,7 +65,9 @@ class Load:
         self._index.found(matched)
         self._extend(matched)
         self.sources[: len(known)] = known[: len(self.sources)]
-        self._ask()
+        behind = self._ask()
+        if asks and ledger.sieve is not None:
+            ledger.sieve.asked(matched, behind)
         self.advance()
 
     @property
@@ -128,15 +133,16 @@ class Load:
         self.sources += [ledger.tier(int(col)) for col in fastest]
         self.ids = np.concatenate([self.ids, new])
 
-    def _ask(self) -> None:
-        """Ask the store how many of the blocks behind the match it holds."""
+    def _ask(self) -> list[BlockKey]:
+        """Ask the store how many of the blocks behind the match it holds. Returns their keys."""
         store, n = self._ledger.store, len(self.ids)
         rest = self._tokens[n * self._size :]
         if store is None or not len(rest):
-            return
+            return []
         parent = self._index.keys(self.ids[-1:])[0] if n else ROOT_KEY
         keys = block_keys(self._namespace, parent, rest, self._size)
         self._answer = store.lookup(self._namespace, keys, self._tokens)
+        return keys
 
     def _discovered(self, held: int) -> None:
         n = len(self.ids)

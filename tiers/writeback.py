@@ -211,6 +211,13 @@ class WriteBack:
         if linked < len(run):
             self._wait_again(run.part(linked, len(run)))
             run = run.part(0, linked)
+        if ledger.sieve is not None:
+            wanted = ledger.sieve.num_wanted(run.ids)
+            if wanted < len(run):  # until it has been asked for again, perhaps
+                self._put_off(run.part(wanted, len(run)), now)
+                run = run.part(0, wanted)
+            if not len(run):
+                return
         missing = ledger.missing_ancestors(run.ids)
         carrier = next(
             (self._carrying[b] for b in missing[::-1].tolist() if b in self._carrying), None
@@ -235,6 +242,8 @@ class WriteBack:
         ids = np.concatenate([ancestors, run.ids])[:room]
         taken = max(0, len(ids) - len(ancestors))
         down = Down(self._ledger.write_back(ids), ids, run.part(0, taken))
+        if self._ledger.sieve is not None:
+            self._ledger.sieve.sent(ids)
         rest = run.part(taken, len(run))
         if len(rest):
             self._num_waiting += len(rest)

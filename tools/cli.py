@@ -60,6 +60,7 @@ def serve(
     writeback_s: options.WritebackS = WRITEBACK_S,
     write_budget: options.WriteBudget = None,
     dram_policy: options.DramPolicy = DEFAULT_POLICY,
+    nvme_admission: options.NvmeAdmission = "all",
 ) -> None:
     """Own DRAM and NVMe for every engine on this host, until SIGTERM or SIGINT."""
     from kvtier.tools.serve import serve as run_server
@@ -73,6 +74,7 @@ def serve(
         writeback_s=writeback_s or None,
         write_budget_bytes=options.write_budget(write_budget),
         dram_policy=options.policy(dram_policy, "--dram-policy"),
+        nvme_admission=options.admission(nvme_admission),
     )
 
 
@@ -124,6 +126,7 @@ def generate(
     write_budget: options.WriteBudget = None,
     hbm_policy: options.HbmPolicy = DEFAULT_POLICY,
     dram_policy: options.DramPolicy = DEFAULT_POLICY,
+    nvme_admission: options.NvmeAdmission = "all",
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens to generate.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
@@ -144,6 +147,7 @@ def generate(
         budget=write_budget,
         hbm_policy=hbm_policy,
         dram_policy=dram_policy,
+        nvme_admission=nvme_admission,
     )
     from kvtier.engine.sampling import SamplingParams
     from kvtier.tools.generate import run_generate
@@ -312,6 +316,7 @@ def replay(
         int,
         typer.Option("--lookahead", min=0, help="Requests in the queue whose blocks are spared."),
     ] = 0,
+    nvme_admission: options.NvmeAdmission = "all",
     curve: Annotated[
         int, typer.Option("--curve", min=0, help="Capacities of the miss-ratio curve (0: none).")
     ] = 8,
@@ -341,6 +346,7 @@ def replay(
         dram_policy=dram_policy or policy,
         writeback_s=writeback_s or None,
         write_budget=write_budget,
+        nvme_admission=nvme_admission,
     )
     run_replay(
         trace,

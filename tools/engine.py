@@ -23,5 +23,6 @@ def open_llm(model: Path, tiers: Tiers, threads: int | None) -> LLM:
         write_budget_bytes=tiers.write_budget_bytes,
         hbm_policy=tiers.hbm_policy,
         dram_policy=tiers.dram_policy,
+        nvme_admission=tiers.nvme_admission,
     )
     return LLM(model, cache=settings, threads=threads)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from kvtier.index.admission import ADMISSIONS
 from kvtier.index.policies import DEFAULT_POLICY, POLICIES
 from kvtier.tiers.nvme.codecs import CodecPolicy
 from kvtier.tiers.writeback import WRITEBACK_S
@@ -68,6 +69,15 @@ DramPolicy = Annotated[
         "--dram-policy", metavar="NAME", help="What leaves host memory first: lru, arc, adaptive."
     ),
 ]
+NvmeAdmission = Annotated[
+    str,
+    typer.Option(
+        "--nvme-admission",
+        metavar="NAME",
+        help="What goes to the store: all; learned (what is likely to be used again, within"
+        " --write-budget).",
+    ),
+]
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Compute threads (default: torch's choice).")
 ]
@@ -88,6 +98,7 @@ class Tiers:
     write_budget_bytes: int | None = None
     hbm_policy: str = DEFAULT_POLICY
     dram_policy: str = DEFAULT_POLICY
+    nvme_admission: str = "all"
 
 
 def policy(name: str, option: str) -> str:
@@ -95,6 +106,13 @@ def policy(name: str, option: str) -> str:
     if name not in POLICIES:
         raise BadOption(f"{option}: {name!r} given, want one of {', '.join(POLICIES)}")
     return name
+
+
+def admission(text: str) -> str:
+    """One of `ADMISSIONS`. Raises `BadOption`."""
+    if text not in ADMISSIONS:
+        raise BadOption(f"--nvme-admission: {text!r} given, want {' or '.join(ADMISSIONS)}")
+    return text
 
 
 def write_budget(text: str | None) -> int | None:
@@ -115,6 +133,7 @@ def tiers(
     budget: str | None = None,
     hbm_policy: str = DEFAULT_POLICY,
     dram_policy: str = DEFAULT_POLICY,
+    nvme_admission: str = "all",
 ) -> Tiers:
     """Check and parse. Raises `BadOption`: both places given, or none although one is `needed`;
     what is the sidecar's business given beside its socket; no such policy. `CodecUnknown`.
@@ -131,6 +150,10 @@ def tiers(
         raise BadOption(
             "--dram-policy and --socket: the sidecar owns DRAM; give it to kvtier serve"
         )
+    if admission(nvme_admission) != "all" and socket is not None:
+        raise BadOption(
+            "--nvme-admission and --socket: the sidecar owns the store; give it to kvtier serve"
+        )
     return Tiers(
         parse_size(hbm, "--hbm"),
         parse_size(dram, "--dram") if store is not None else 0,
@@ -142,4 +165,5 @@ def tiers(
         write_budget(budget),
         policy(hbm_policy, "--hbm-policy"),
         dram_policy,
+        nvme_admission,
     )

@@ -23,6 +23,7 @@ def serve(
     writeback_s: float | None = WRITEBACK_S,
     write_budget_bytes: int | None = None,
     dram_policy: str = DEFAULT_POLICY,
+    nvme_admission: str = "all",
 ) -> None:
     """Serve on `socket`; return after a graceful stop.
 
@@ -41,6 +42,7 @@ def serve(
         writeback_s=writeback_s,
         write_budget_bytes=write_budget_bytes,
         dram_policy=dram_policy,
+        nvme_admission=nvme_admission,
     )
     asyncio.run(_serve(server))
 

@@ -234,6 +234,8 @@ def test_settings_that_contradict_each_other_are_refused(tiny: Path, tmp_path: P
         CacheSettings(store=tmp_path, socket=tmp_path / "socket")
     with pytest.raises(BadSettings, match=r"cache\.writeback_s: -1 given"):
         CacheSettings(writeback_s=-1)
+    with pytest.raises(BadSettings, match=r"cache\.nvme_admission: 'some' given"):
+        CacheSettings(nvme_admission="some")
     with pytest.raises(BadSettings, match=r"cache\.write_budget_bytes: -5 given"):
         CacheSettings(write_budget_bytes=-5)
     with pytest.raises(BadSettings, match=r"cache\.dram_policy: 'mru' given, want lru, arc"):
@@ -278,6 +280,17 @@ def test_half_precision_runs_and_has_a_namespace_of_its_own(tiny: Path) -> None:
         prompt = random_tokens(full.config, 40)
         assert full.namespace().digest != half.namespace().digest
         assert ask(half, prompt).token_ids == ask(half, prompt).token_ids
+
+
+def test_an_engine_that_learns_what_to_write_says_so(tiny: Path, tmp_path: Path) -> None:
+    choosy = replace(settings(tmp_path / "store"), nvme_admission="learned")
+    with LLM(tiny, cache=choosy) as llm:
+        prompt = random_tokens(llm.config, 50)
+        assert ask(llm, prompt).token_ids == ask(llm, prompt).token_ids
+        sieve = llm.statistics().sieve
+        assert sieve is not None and sieve.refused == 0
+    with LLM(tiny, cache=settings(tmp_path / "store")) as llm:
+        assert llm.statistics().sieve is None
 
 
 def test_a_hint_brings_a_documents_blocks_to_dram_before_it_is_asked(

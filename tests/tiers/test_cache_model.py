@@ -19,6 +19,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from kvtier.index.admission import Admission, Marks, Mask
 from kvtier.index.lookahead import Waiting
 from kvtier.index.words import TierId, Tokens
 from kvtier.tiers.cache import TieredCache
@@ -64,6 +65,17 @@ documents = st.one_of(
 namespaces = st.sampled_from([NAMESPACE, OTHER_NAMESPACE])
 
 
+class Whimsical(Admission):
+    """Changes its mind about every block every time."""
+
+    def __init__(self, device: SimDevice) -> None:
+        super().__init__(8, 8)
+        self._device = device
+
+    def worth(self, marks: Marks) -> Mask:
+        return np.array([self._device.choose(2) > 0 for _ in marks], np.bool_)
+
+
 class CacheMachine(RuleBasedStateMachine):
     leases: Bundle[Lease] = Bundle("leases")
     tickets: Bundle[Ticket] = Bundle("tickets")
@@ -74,6 +86,7 @@ class CacheMachine(RuleBasedStateMachine):
         eager=st.sampled_from([None, True, False]),
         writeback_s=st.sampled_from([None, None, 30.0, 0.0]),
         policy=st.sampled_from(["lru", "lru", "arc", "adaptive"]),
+        choosy=st.sampled_from([False, False, True]),
     )
     def build(
         self,
@@ -82,6 +95,7 @@ class CacheMachine(RuleBasedStateMachine):
         eager: bool | None,
         writeback_s: float | None,
         policy: str,
+        choosy: bool,
     ) -> None:
         dram_slots, store_tier, capacity = shape
         self.broken: Callable[[str], bool] = lambda name: False
@@ -101,7 +115,9 @@ class CacheMachine(RuleBasedStateMachine):
             eager_copy_down=eager,
             writeback_s=writeback_s,
             policies={pool.tier: policy for pool in pools},
+            admission=Whimsical(self.device) if choosy else None,
         )
+        self.choosy = choosy
         self.writes_back = writeback_s is not None and dram_slots is not None
         self.store_forgets = capacity is not None
         self.rig = Rig(cache, pools, stores)
@@ -278,7 +294,7 @@ class CacheMachine(RuleBasedStateMachine):
         for _ in range(10):
             self.device.advance(61)
             assert cache.drain(cache.clock() + 1000), cache.statistics()
-        if self.store_forgets or self.store is None:
+        if self.store_forgets or self.store is None or self.choosy:
             return
         # The store itself is asked, not the hints: one that hung said no to what it holds.
         index, dram = cache._index, len(self.rig.pools) - 1

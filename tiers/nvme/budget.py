@@ -6,6 +6,7 @@ drive and no catalogue, and no clock but the one it is given.
 
 from collections.abc import Callable
 
+from kvtier.index.admission import Allowance
 from kvtier.tiers.errors import BudgetSpent
 from kvtier.tiers.nvme.rows import DayWritten
 
@@ -37,6 +38,11 @@ class WriteBudget:
     def allows(self, nbytes: int) -> bool:
         """Whether `nbytes` more stay within today's budget."""
         return self.written_bytes + nbytes <= self.limit_bytes
+
+    def allowance(self) -> Allowance:
+        """What is left of today's budget, and for how long it has to last."""
+        left = max(0, self.limit_bytes - self.written_bytes)
+        return Allowance(left, DAY_S - self._clock() % DAY_S)
 
     def refusal(self) -> BudgetSpent:
         """What who is not allowed is told."""

@@ -24,11 +24,12 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a tier was opened."""
+    """How a tier was opened. `is_budgeted`: the write budget was asked for, and is not 0."""
 
     capacity_bytes: int
     pin_quota_bytes: int
     write_budget_bytes: int
+    is_budgeted: bool
     read_only: bool
     io_threads: int
     clock: Callable[[], float]

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from kvtier.index.admission import Allowance
 from kvtier.index.words import BlockKey, TierId, Tokens
 from kvtier.tiers.contracts import Answer, Fetch, Flight, Put, Signal
 from kvtier.tiers.errors import (
@@ -116,6 +117,7 @@ class NvmeTier(Custody):
             capacity_bytes,
             quota_bytes,
             budget_bytes,
+            bool(write_budget_bytes),
             read_only,
             io_threads,
             clock,
@@ -214,6 +216,13 @@ class NvmeTier(Custody):
         """How many leading `keys` are published, at once, for tools. 0 after `close`."""
         with self._crew.visiting() as open:
             return self._count(namespace, keys) if open else 0
+
+    def allowance(self) -> Allowance | None:
+        """What may still be written today, where a write budget was given; None: no limit.
+
+        For whoever chooses what to put: the tier itself refuses background puts only.
+        """
+        return self._crew.budget.allowance() if self._settings.is_budgeted else None
 
     @property
     def pin_quota_bytes(self) -> int:

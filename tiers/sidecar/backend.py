@@ -14,6 +14,7 @@ from pathlib import Path
 
 import xxhash
 
+from kvtier.index.admission import Admission, Allowance
 from kvtier.index.errors import KvtierError
 from kvtier.index.namespace import DTYPE_BYTES, BlockLayout
 from kvtier.index.policies import DEFAULT_POLICY
@@ -27,6 +28,7 @@ from kvtier.tiers.nvme.custody import NamespaceUse
 from kvtier.tiers.nvme.health import State
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.sidecar.wire import WireLayout
+from kvtier.tiers.sieve import unlimited
 from kvtier.tiers.writeback import WRITEBACK_S
 
 Wait = Callable[[], bool]
@@ -63,6 +65,7 @@ class Backend:
         writeback_s: float | None = WRITEBACK_S,
         write_budget_bytes: int | None = None,
         dram_policy: str = DEFAULT_POLICY,
+        nvme_admission: str = "all",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = clock
@@ -80,6 +83,8 @@ class Backend:
         self._dram_bytes = dram_bytes
         self._writeback_s = writeback_s
         self._dram_policy = dram_policy
+        self._nvme_bytes = nvme_bytes
+        self._nvme_admission = nvme_admission
         self._after_news = after_news
         self._waits: dict[int, Wait] = {}
         self._next_wait = 0
@@ -127,7 +132,12 @@ class Backend:
             )
         dram = DramSlab.create(num_slots, layout.nbytes)
         stores: list[Store] = []
+        admission: Admission | None = None
+        allowance: Callable[[], Allowance | None] = unlimited
         if self.store is not None:
+            if self._nvme_admission == "learned":
+                admission = Admission(num_slots, max(1, self._nvme_bytes // layout.nbytes))
+                allowance = self.store.allowance
             self.store.describe_elements(DTYPE_BYTES[layout.dtype])
             stores.append(self.store)
         cache = TieredCache(
@@ -139,6 +149,8 @@ class Backend:
             clock=self.clock,
             writeback_s=self._writeback_s,
             policies={TierId.DRAM: self._dram_policy},
+            admission=admission,
+            allowance=allowance,
         )
         return Slab(layout, dram, cache)
 

@@ -31,6 +31,7 @@ class SidecarServer:
     `client_share`: the part of the slab that one connection may hold. `drain_s`: how long a stop
     may write blocks down that only DRAM holds. `writeback_s`: see `TieredCache`;
     `write_budget_bytes`: see `NvmeTier.open`. `dram_policy`: one of `kvtier.index.policies`.
+    `nvme_admission`: "all", or "learned" (`Admission`).
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class SidecarServer:
         writeback_s: float | None = WRITEBACK_S,
         write_budget_bytes: int | None = None,
         dram_policy: str = DEFAULT_POLICY,
+        nvme_admission: str = "all",
     ) -> None:
         self._socket_path = socket_path
         self._store_path = store_path
@@ -57,6 +59,7 @@ class SidecarServer:
         self._writeback_s = writeback_s
         self._write_budget_bytes = write_budget_bytes
         self._dram_policy = dram_policy
+        self._nvme_admission = nvme_admission
         self._connections: set[Connection] = set()
         self._watched: set[int] = set()  # pidfds of processes that are, or were, connected
         self._quarantine: dict[int, Session] = {}  # by the pidfd of its process
@@ -81,6 +84,7 @@ class SidecarServer:
                 writeback_s=self._writeback_s,
                 write_budget_bytes=self._write_budget_bytes,
                 dram_policy=self._dram_policy,
+                nvme_admission=self._nvme_admission,
             )
         except BaseException:
             listening.close()

@@ -3,6 +3,7 @@
 from kvtier.index.policies import POLICIES
 from kvtier.index.words import TierId
 from kvtier.tools.errors import BadOption
+from kvtier.tools.options import admission
 from kvtier.tools.replay.world import Setup
 from kvtier.tools.sizes import parse_size
 
@@ -20,6 +21,7 @@ def parse_setup(
     dram_policy: str,
     writeback_s: float | None,
     write_budget: str | None,
+    nvme_admission: str = "all",
 ) -> Setup:
     """Check and parse. Raises `BadOption` for a value that makes no sense, and without a pool."""
     rooms = {
@@ -44,6 +46,7 @@ def parse_setup(
         policies={tier: policies[tier] for tier, room in pools.items() if room},
         writeback_s=writeback_s,
         write_budget_bytes=budget,
+        nvme_admission=admission(nvme_admission),
     )
 
 

@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from kvtier.index.admission import Admission
 from kvtier.index.lookahead import Waiting
 from kvtier.index.words import TierId, Tokens
 from kvtier.tiers.lease import Lease
@@ -43,8 +44,11 @@ class Outcome:
 class Replay:
     """One pass of requests through a world, in order of time; at most `running` hold a lease."""
 
-    def __init__(self, setup: Setup, running: int = 1) -> None:
-        self.world = World(setup)
+    def __init__(
+        self, setup: Setup, running: int = 1, *, admission: Admission | None = None
+    ) -> None:
+        """`admission`: see `World`."""
+        self.world = World(setup, admission=admission)
         self._most = running
         self._running: deque[Lease] = deque()
         self._hits: Counter[TierId] = Counter()

@@ -6,11 +6,12 @@ when they are started; the cache hears of it at its next step, as it does of rea
 traces.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvtier.index.admission import Admission, Allowance
 from kvtier.index.radix import RadixIndex
 from kvtier.index.words import BlockIds, BlockKey, TierId, Tokens
 from kvtier.tiers.cache import TieredCache
@@ -19,6 +20,7 @@ from kvtier.tiers.device import PAST, Copy, Event
 from kvtier.tiers.mover import Mover
 from kvtier.tiers.nvme.budget import WriteBudget
 from kvtier.tiers.pool import SlotPool
+from kvtier.tiers.sieve import unlimited
 
 COL = 0
 
@@ -183,7 +185,8 @@ class Setup:
     """What is to be replayed on. Capacities in blocks, 0 leaves a tier out; at least one pool.
 
     `block_bytes`: what one block counts in bytes. `policies`, `writeback_s`: as `TieredCache` has
-    them. `write_budget_bytes`: of the store, a day; None for all it holds.
+    them. `write_budget_bytes`: of the store, a day; None for all it holds. `nvme_admission`: "all",
+    or "learned" (`kvtier.index.admission`), which keeps to the budget if there is one.
     """
 
     hbm: int
@@ -193,6 +196,7 @@ class Setup:
     policies: Mapping[TierId, str] = field(default_factory=dict)
     writeback_s: float | None = None
     write_budget_bytes: int | None = None
+    nvme_admission: str = "all"
 
     @property
     def blocks(self) -> int:
@@ -203,16 +207,24 @@ class Setup:
 class World:
     """The cache of a `Setup`, and what stands around it."""
 
-    def __init__(self, setup: Setup, block_size: int = 1) -> None:
+    def __init__(
+        self, setup: Setup, block_size: int = 1, *, admission: Admission | None = None
+    ) -> None:
+        """`admission` takes the place of the one that `setup` names."""
         self.time = Timeline()
         self.mover = Mover(InstantDevice(self.time))
         sizes = ((TierId.HBM, setup.hbm), (TierId.DRAM, setup.dram))
         self.pools: Sequence[Pool] = [SlotPool(t, n, setup.block_bytes) for t, n in sizes if n]
         self.store: LeafStore | None = None
+        allowance: Callable[[], Allowance | None] = unlimited
         if setup.nvme:
+            if setup.nvme_admission == "learned" and admission is None:
+                admission = Admission(self.pools[-1].num_slots, setup.nvme)
             limit = setup.write_budget_bytes
             limit = setup.nvme * setup.block_bytes if limit is None else limit
             budget = WriteBudget(limit, None, self.time.clock)
+            if setup.write_budget_bytes:
+                allowance = budget.allowance
             self.store = LeafStore(setup.nvme, block_size, setup.block_bytes, self.time, budget)
         self.cache = TieredCache(
             block_size,
@@ -223,4 +235,6 @@ class World:
             clock=self.time.clock,
             writeback_s=setup.writeback_s,
             policies=setup.policies,
+            admission=admission,
+            allowance=allowance,
         )
