@@ -26,7 +26,7 @@ from kvtier.index.lookahead import Waiting
 from kvtier.index.radix import RadixIndex
 from kvtier.index.words import TierId, Tokens
 from kvtier.tiers import cache as cache_module
-from kvtier.tiers.device import COMPUTE
+from kvtier.tiers.device import COMPUTE, H2D
 from kvtier.tiers.errors import TierFull
 from kvtier.tiers.lease import Lease, Ticket
 from tests.tiers.cache_rig import NAMESPACE, OTHER_NAMESPACE, doc
@@ -144,6 +144,9 @@ class Fuzz:
         self.rig.expect_bytes(lease, tokens)
         try:
             if self.world.async_compute:
+                # A fork's copy reads a slot that this lease writes on: behind what is copied on a
+                # device, all of it here.
+                self.device.record(H2D).wait(None)
                 self.rig.launch(lease, tokens, self.cache.clock() + patience)
                 self.cache.commit(lease, tokens)
             else:
