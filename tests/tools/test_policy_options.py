@@ -11,6 +11,7 @@ from kvtier.index.policy import EvictionPolicy
 from kvtier.index.tree import Node
 from kvtier.tiers.sidecar.backend import Backend
 from kvtier.tiers.sidecar.wire import WireLayout
+from kvtier.tools import options
 from kvtier.tools.errors import BadOption
 from tests.sidecar.rig import LAYOUT, SLOT_BYTES
 from tests.tools.conftest import SMALL, Run
@@ -87,3 +88,9 @@ def test_the_policy_of_a_sidecars_memory_is_the_sidecars_business(run: Run) -> N
         "give it to kvtier serve"
         in run(*ASK, "--socket", "s", "--dram-policy", "adaptive").complaint
     )
+
+
+def test_an_admission_there_is_not_is_refused_by_name() -> None:
+    with pytest.raises(BadOption, match="--nvme-admission: 'some' given, want all or learned"):
+        options.admission("some")
+    assert options.admission("learned") == "learned"
