@@ -16,7 +16,7 @@ TOLERANCE = 0.010
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_adaptive_policy_is_never_far_below_leaf_lru_and_arc(name: str) -> None:
-    requests = generate(name, REQUESTS, seed=1, scale=1)
+    requests = generate(name, REQUESTS, scale=1)
     total = sum(map(len, requests))
     for capacity in CAPACITIES:
         hits = {
