@@ -135,6 +135,7 @@ def test_a_commit_that_fails_publishes_nothing_and_leaks_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     plain, calls = Catalogue.commit, []
+    blocks = branch(18)  # two reservations, so two commits at least
 
     def commit(self: Catalogue, change: Change) -> Outcome:
         if change.additions:
@@ -145,12 +146,12 @@ def test_a_commit_that_fails_publishes_nothing_and_leaks_nothing(
 
     monkeypatch.setattr(Catalogue, "commit", commit)
     with Rig(tmp_path / "s") as rig:
-        flight = rig.put(branch(12))
+        flight = rig.put(blocks)
         assert FAILED in flight.status
-        assert rig.landed(branch(12)) == num_landed(flight)
+        assert rig.landed(blocks) == num_landed(flight)
         assert rig.tier.statistics().state == "full"
         rig.pass_time()
-        assert num_landed(rig.put(branch(12))) == 12
+        assert num_landed(rig.put(blocks)) == len(blocks.keys)
         assert rig.tier.statistics().state == "ok"
     report = check_store(tmp_path / "s")
     assert report.ok and report.leftover_bytes == 0
