@@ -178,7 +178,10 @@ class Session:
         after = self.facts() - doubtful
         marks = (e.keys for e in self.recorder.events[first:] if isinstance(e, Mark))
         told = after & frozenset().union(*marks)
-        self.stages.append(Stage(name, first, before & after, told))
+        held = before & after
+        if name in REBUILDING:  # a hole that was not yet synced, and that no row tells of now
+            held = frozenset(fact for fact in held if not fact.startswith(GONE))
+        self.stages.append(Stage(name, first, held, told))
         lost = {fact for fact in before - after if name not in FORGETTING or fact in self._keys}
         assert name in LOSING or not lost, f"{name}: what was published is lost"
 
@@ -311,5 +314,8 @@ OPERATIONS: dict[str, Callable[[Session], object]] = {
 LOSING = OPERATIONS.keys() - {"fetch", "pin", "expire", "delete", "reopen", "lose", "remake"}
 """Operations that may evict or quarantine."""
 
-FORGETTING = {"delete", "lose", "remake"}
-"""Operations that forget pins; the last two also what was expired or deleted."""
+REBUILDING = {"lose", "remake"}
+"""Operations that make the catalogue anew: they forget pins, and what was expired or deleted."""
+
+FORGETTING = {"delete", *REBUILDING}
+"""Operations that forget pins."""
