@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.harness import emit, note, table
+from bench.policy import find_traces
 from kvtier.index.admission import Admission, Marks, Mask
 from kvtier.index.words import Tokens
 from kvtier.tiers.nvme.budget import DAY_S
@@ -93,7 +94,7 @@ def main() -> None:
     parser.add_argument("--no-documents", action="store_true", help="not the generated trace")
     options = parser.parse_args()
     most = options.requests
-    paths = options.traces or sorted(Path("../shared/traces").glob("*.jsonl*"))
+    paths = find_traces(options.traces)
     found = {}
     for path in paths:
         name = path.name.split(".")[0]

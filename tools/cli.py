@@ -336,6 +336,7 @@ def replay(
     from kvtier.tools.replay.command import run_replay
     from kvtier.tools.replay.options import parse_setup
 
+    options.policy(policy, "--policy")
     size = None if block_bytes is None else parse_size(block_bytes, "--block-bytes")
     setup = parse_setup(
         hbm=hbm,

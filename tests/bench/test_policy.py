@@ -6,23 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.policy import AHEAD, CLOSED, PUBLISHED, RUNS, Trace, closed, shortfalls
+from bench.policy_traces import chained
 from kvtier.index.policies import POLICIES
-from kvtier.index.words import Tokens
 from kvtier.tools.replay.bounds import belady, infinite
 from kvtier.tools.replay.one_tier import run_policy
 
 CHAINS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=30)
-
-
-def chained(requests: list[list[int]]) -> list[Tokens]:
-    """Equal ids for equal prefixes."""
-    numbers: dict[tuple[int, ...], int] = {}
-    return [
-        np.array(
-            [numbers.setdefault(tuple(r[: i + 1]), len(numbers)) for i in range(len(r))], np.int32
-        )
-        for r in requests
-    ]
 
 
 @settings(deadline=None, max_examples=40, derandomize=True)  # greedy on a tree: no theorem

@@ -129,13 +129,18 @@ def test_with_nothing_allowed_nothing_is_written() -> None:
 def test_a_busy_hour_may_spend_what_quiet_ones_left() -> None:
     """What counts is the pace over all that is remembered, not that of the last moment."""
     learner = Admission(64, 512)
+
+    def turn(document: int, now: float) -> None:
+        learner.asked(path(document))
+        learner.asked(path(document - 20))
+        leave(learner, path(document), now=now, allowed=400.0)
+
     for document in range(1000, 1100):
-        learner.asked(path(document))
-        leave(learner, path(document), now=10.0 * document, allowed=800.0)
+        turn(document, 10.0 * document)
     calm = written(learner)["new, asked again 0"]
+    assert calm > 0.3
     for document in range(1100, 1110):
-        learner.asked(path(document))
-        leave(learner, path(document), now=11_000.0 + document / 1000, allowed=800.0)
+        turn(document, 11_000.0 + document / 1000)
     assert written(learner)["new, asked again 0"] >= 0.8 * calm
 
 

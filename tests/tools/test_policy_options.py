@@ -62,12 +62,13 @@ def test_a_sidecar_takes_the_one_for_dram(made: dict[str, int]) -> None:
 
 def test_serve_hands_it_to_the_sidecar(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def server(*arguments: Any, **options: Any) -> None:
-        raise BadOption(f"a server with {options['dram_policy']}")
+        raise BadOption(f"a server with {options['dram_policy']}, {options['nvme_admission']}")
 
     monkeypatch.setattr("kvtier.tools.serve.SidecarServer", server)
     serve = ("serve", "--socket", "s", "--dram", "16MiB")
-    assert "a server with adaptive" in run(*serve, "--dram-policy", "adaptive").complaint
-    assert "a server with lru" in run(*serve).complaint
+    chosen = ("--dram-policy", "adaptive", "--nvme-admission", "learned")
+    assert "a server with adaptive, learned" in run(*serve, *chosen).complaint
+    assert "a server with lru, all" in run(*serve).complaint
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,14 @@ def test_with_room_for_all_everything_that_was_seen_before_is_a_hit(run: Run) ->
     assert found["tiers"]["hbm"]["evicted"] == 0 and list(found["tiers"]) == ["hbm"]
 
 
+def test_what_is_admitted_may_be_learned() -> None:
+    plain = replayed(Setup(20, 60, 200, writeback_s=None))
+    learned = replayed(Setup(20, 60, 200, writeback_s=None, nvme_admission="learned"))
+    assert plain.world.cache.statistics().sieve is None
+    sieve = learned.world.cache.statistics().sieve
+    assert sieve is not None and sieve.admitted > 0 and sieve.refused > 0
+
+
 def test_the_command_prints_tables_a_curve_a_chart_and_json(run: Run, tmp_path: Path) -> None:
     chart = tmp_path / "curve.png"
     said = run(
@@ -185,7 +193,7 @@ BAD = [
     (("--nvme", "much", "--block-bytes", "2KiB"), "--nvme: 'much' is not a size"),
     (("--hbm", "999999999999"), "--hbm: 999,999,999,999 blocks; a replay takes at most"),
     (("--hbm", "0", "--dram", "0"), "--hbm and --dram: both are 0"),
-    (("--policy", "magic"), "--hbm-policy: 'magic' given, want one of lru, arc, adaptive"),
+    (("--policy", "magic"), "--policy: 'magic' given, want one of lru, arc, adaptive"),
     (("--dram-policy", "magic"), "--dram-policy: 'magic' given"),
     (("--png", "x.png", "--curve", "0"), "--png: there is no curve to draw"),
     (("--png", "nowhere/x.png"), "--png: there is no directory nowhere"),

@@ -1,9 +1,8 @@
 """What the options of `kvtier replay` say: room in blocks ("4000") or in bytes ("64GiB")."""
 
-from kvtier.index.policies import POLICIES
 from kvtier.index.words import TierId
 from kvtier.tools.errors import BadOption
-from kvtier.tools.options import admission
+from kvtier.tools.options import admission, policy
 from kvtier.tools.replay.world import Setup
 from kvtier.tools.sizes import parse_size
 
@@ -30,11 +29,11 @@ def parse_setup(
     }
     if not rooms["--hbm"] and not rooms["--dram"]:
         raise BadOption("--hbm and --dram: both are 0; a cache needs one of them above NVMe")
-    for option, policy in (("--hbm-policy", hbm_policy), ("--dram-policy", dram_policy)):
-        if policy not in POLICIES:
-            raise BadOption(f"{option}: {policy!r} given, want one of {', '.join(POLICIES)}")
     pools = {TierId.HBM: rooms["--hbm"], TierId.DRAM: rooms["--dram"]}
-    policies = {TierId.HBM: hbm_policy, TierId.DRAM: dram_policy}
+    policies = {
+        TierId.HBM: policy(hbm_policy, "--hbm-policy"),
+        TierId.DRAM: policy(dram_policy, "--dram-policy"),
+    }
     size, budget = block_bytes or 1, None
     if write_budget is not None:
         budget = parse_blocks(write_budget, "--write-budget", block_bytes) * size
