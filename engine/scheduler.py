@@ -303,9 +303,10 @@ class Scheduler:
             if position >= self._settings.prefetch_depth:
                 break
             if request.prefetch is None:
-                request.prefetch = self._cache.prefetch(
+                ticket = self._cache.prefetch(
                     request.namespace, request.tokens, limit=request.cache_limit
                 )
+                request.prefetch = None if ticket.is_idle else ticket
 
     def _let_go(self, request: Request, *, again: bool = False) -> None:
         if request.prefetch is not None:

@@ -109,11 +109,11 @@ class Lanes:
             if node.held[col]:
                 self.retired[col][node] = None
 
-    def plan(self, lane: int, n: int, view: ColumnView[Node]) -> BlockIds:
-        """Up to `n` blocks to evict, in this order."""
+    def plan(self, lane: int, n: int, least: int, view: ColumnView[Node]) -> BlockIds:
+        """Up to `n` blocks to evict, in order; protected ones if there are not `least` others."""
         harvest = Harvest(n, view)
         self._offer(lane, harvest)
-        if harvest.relent():
+        if harvest.relent(least):
             self._offer(lane, harvest)
         return harvest.blocks
 

@@ -32,13 +32,13 @@ class Lookahead:
         self._table = table
         self._most = tuple(most)
         self._waiting: tuple[Waiting, ...] = ()
-        self._paths: list[BlockIds] | None = None
+        self._paths: list[BlockIds] = []
         self._flags: dict[int, npt.NDArray[np.bool_]] = {}
 
     def expect(self, waiting: Sequence[Waiting]) -> None:
         """These requests wait now, the next one first, and no others."""
         self._waiting = tuple(waiting)
-        self._paths = None
+        self._paths = []
         self._flags = {}
 
     def protected(self, col: int) -> npt.NDArray[np.bool_] | None:
@@ -50,18 +50,19 @@ class Lookahead:
         """
         if not self._waiting or not self._most[col]:
             return None
-        if self._paths is None:
-            self._paths = [self._tree.match(w.namespace, w.tokens) for w in self._waiting]
         flags = self._flags.get(col)
         if flags is None or len(flags) < len(self._table.node):
-            flags = self._flags[col] = self._choose(col, self._paths)
+            flags = self._flags[col] = self._choose(col)
         return flags
 
-    def _choose(self, col: int, paths: Sequence[BlockIds]) -> npt.NDArray[np.bool_]:
+    def _choose(self, col: int) -> npt.NDArray[np.bool_]:
         left = self._most[col]
         state, pins = self._table.state[col], self._table.pins[col]
         flags = np.zeros(len(state), np.bool_)
-        for ids in paths:
+        for number, waiting in enumerate(self._waiting):
+            if number == len(self._paths):
+                self._paths.append(self._tree.match(waiting.namespace, waiting.tokens))
+            ids = self._paths[number]
             counted = (state[ids] == RESIDENT) & (pins[ids] == 0) & ~flags[ids]
             chosen = ids[counted][:left]
             flags[chosen] = True

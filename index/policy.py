@@ -147,8 +147,10 @@ class Harvest(Generic[N]):
         """What was taken, in order."""
         return np.concatenate(self._parts) if self._parts else np.empty(0, np.int32)
 
-    def relent(self) -> bool:
-        """Whether it is worth offering all nodes again: blocks are missing, and more may go now."""
+    def relent(self, least: int) -> bool:
+        """Whether to offer all nodes again, for `least` blocks in all: fewer were taken, and more
+        may go now."""
+        self.missing = max(0, least - sum(map(len, self._parts)))
         return self.missing > 0 and self._view.relent()
 
     def offer(self, node: N, keep: int = 0) -> None:

@@ -301,7 +301,7 @@ class RadixIndex:
     def _bound_hints(self) -> None:
         """Drop blocks that live by hints alone, oldest leaves first, down to the bound."""
         while (excess := self._table.hint_only - self.max_hint_blocks) > 0:
-            old = self._lanes.plan(self._lanes.hint, excess, HintView(self._table))
+            old = self._lanes.plan(self._lanes.hint, excess, excess, HintView(self._table))
             if not len(old):
                 return  # the rest carries blocks that are in use
             for col in self._store_cols:
@@ -351,14 +351,16 @@ class RadixIndex:
 
     # ---- eviction --------------------------------------------------------------------------------
 
-    def victims(self, col: int, n: int) -> BlockIds:
+    def victims(self, col: int, n: int, *, least: int | None = None) -> BlockIds:
         """Up to `n` RESIDENT, unpinned blocks of `col` in the order in which they should go.
 
         A plan: changes nothing. Leaves first, each from its tail: below a victim, `col` holds
-        nothing but earlier victims. What is `expect`ed goes when nothing else can.
+        nothing but earlier victims. What is `expect`ed goes when there are not `least` (None: `n`)
+        others.
         """
         self._require_pool(col)
-        return self._lanes.plan(col, n, PoolView(self._table, col, self._lookahead.protected(col)))
+        view = PoolView(self._table, col, self._lookahead.protected(col))
+        return self._lanes.plan(col, n, n if least is None else least, view)
 
     def evictable(self, col: int) -> int:
         """How many blocks of a pool are RESIDENT and unpinned. A count kept by every change.

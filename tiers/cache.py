@@ -200,8 +200,8 @@ class TieredCache:
         of all prefetches together are bounded, and what a request wants of a prefetch under way it
         shares, and speeds up. No read begins after `deadline`; what has arrived stays. All open
         prefetches together pin half of the pool at most, and a path is cut to what that leaves, so
-        close the ticket (or give it to `acquire`) when done with it. Never waits. Does nothing
-        where HBM stands right above the store.
+        close the ticket (or give it to `acquire`) when done with it. Never waits. Begins nothing
+        (`Ticket.is_idle`) if they leave no room, and where HBM stands right above the store.
         """
         with self._lock:
             self._advance()
@@ -210,7 +210,9 @@ class TieredCache:
                 return Ticket(self, None)
             self._prefetches = [load for load in self._prefetches if load.held]
             room = pool.num_slots // 2 - sum(load.held for load in self._prefetches)
-            wanted = tokens[:limit][: max(0, room) * self.block_size]
+            if room <= 0:
+                return Ticket(self, None)
+            wanted = tokens[:limit][: room * self.block_size]
             terms = Terms(deadline, background=True)
             load = Load(self._ledger, namespace, wanted, len(self._ledger.pools) - 1, terms=terms)
             self._prefetches.append(load)

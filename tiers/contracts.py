@@ -126,7 +126,11 @@ class Flight:
         return self._background
 
     def join(self, deadline: float | None, *, background: bool) -> None:
-        """Somebody else wants it too: the later deadline holds, and who waits makes it urgent."""
+        """Somebody else wants it too: the later deadline holds, and who waits makes it urgent.
+
+        If it was cancelled, it is wanted again; what was dropped by then stays failed.
+        """
+        self._cancelled = False
         if deadline is None or (self._deadline is not None and deadline > self._deadline):
             self._deadline = deadline
         self._background = self._background and background

@@ -42,6 +42,11 @@ class Ticket:
         self._driver = driver
         self._load = load
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there was nothing it could begin; asking again later may begin something."""
+        return self._load is None
+
     def done(self) -> bool:
         """Move the cache on, then say whether nothing more will arrive for this ticket."""
         self._driver.poll()

@@ -429,7 +429,7 @@ class Ledger:
         if n <= 0:
             return
         group = min(EVICTION_GROUP, max(1, self.pools[col].num_slots // 8))
-        victims = self.index.victims(col, max(n, group))
+        victims = self.index.victims(col, max(n, group), least=n)
         if col + 1 >= self.levels:
             self._leave(col, victims[:n])
             return

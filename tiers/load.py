@@ -78,7 +78,8 @@ class Load:
     @property
     def held(self) -> int:
         """Blocks that it pins, or may come to pin. 0 once it is closed."""
-        return len(self.ids) if self._ended else len(self._tokens) // self._size
+        known = self._ended or self._answer is None
+        return len(self.ids) if known else len(self._tokens) // self._size
 
     def advance(self) -> None:
         """Move on as far as outcomes, sources and room allow."""

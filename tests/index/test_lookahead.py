@@ -61,6 +61,14 @@ def test_no_more_than_the_given_number_is_kept_and_the_next_request_comes_first(
     assert order(index) == [*backwards(b[1:], other), *backwards(a, b[:1])]
 
 
+def test_a_plan_of_many_gives_up_what_is_kept_only_for_the_few_that_are_needed() -> None:
+    index = make()
+    a, b = fill(index, HBM, text(3, 1, 2, 3)), fill(index, HBM, text(3, 5, 6))
+    index.expect([waiting(1, 2, 3)])
+    assert index.victims(HBM, 9, least=1).tolist() == backwards(b)
+    assert index.victims(HBM, 9, least=3).tolist() == [*backwards(b), *backwards(a)[:1]]
+
+
 def test_neither_pinned_blocks_nor_those_of_an_earlier_request_count() -> None:
     index = make(hbm=2)
     a, b = fill(index, HBM, text(3, 1, 2)), fill(index, HBM, text(3, 1, 3))

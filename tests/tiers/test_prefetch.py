@@ -198,6 +198,33 @@ def test_closing_a_prefetch_leaves_a_request_that_shares_it_alone() -> None:
     rig.settle()
 
 
+def test_a_request_takes_up_what_a_closed_prefetch_is_reading() -> None:
+    rig = HintRig.stored(6)
+    hint = rig.cache.prefetch(NAMESPACE, doc(1, 6))
+    rig.found()
+    hint.close()
+    lease = rig.cache.acquire(NAMESPACE, doc(1, 6))
+    rig.wait(lease.ticket)
+    assert lease.landed_blocks == 6
+    rig.expect_bytes(lease, doc(1, 6))
+    rig.cache.release(lease)
+    rig.settle()
+
+
+def test_a_prefetch_that_finds_no_room_begins_nothing_until_the_others_have_their_answer() -> None:
+    rig = HintRig.stored(6)
+    cold = rig.cache.prefetch(NAMESPACE, doc(2, 12))
+    assert rig.cache.prefetch(NAMESPACE, doc(1, 6)).is_idle
+    rig.wait(cold)
+    warm = rig.cache.prefetch(NAMESPACE, doc(1, 6))
+    assert not warm.is_idle
+    rig.wait(warm)
+    assert rig.in_dram(6)
+    warm.close()
+    cold.close()
+    rig.settle()
+
+
 def test_open_prefetches_pin_half_of_the_pool_at_most() -> None:
     rig = HintRig.stored(20, hbm=20, dram=24)
     first = rig.cache.prefetch(NAMESPACE, doc(1, 8))

@@ -27,6 +27,11 @@ from kvtier.tiers.nvme.watch import Call, Watch
 T = TypeVar("T")
 
 
+_LOOK_AGAIN_S = 0.05
+"""Nobody tells a worker that somebody now waits for a patient job: while there are any, idle ones
+look this often."""
+
+
 class Scratch:
     """Page-aligned memory of one thread, reused from job to job; and its `coder`."""
 
@@ -202,7 +207,7 @@ class Workers:
                 while (chosen := self._choose()) is None:
                     if self._closing:
                         return
-                    self._wake.wait()
+                    self._wake.wait(_LOOK_AGAIN_S if self._patient else None)
                 run, patient = chosen
                 self._num_patient += patient
             run(scratch)
