@@ -144,7 +144,7 @@ class Scheduler:
             self._look_ahead()
             budget -= self._take(request, budget, work)
         self._prefetch()
-        return [each for each in work if each.request.state is State.RUNNING]
+        return work
 
     def advance(self, work: Iterable[Work]) -> None:
         """These launches have run: their tokens' K and V stand in the pool. Shares whole blocks."""
@@ -203,7 +203,12 @@ class Scheduler:
         if request.state is not State.RUNNING:
             return 0
         count = min(request.pending, budget)
-        if count < 1 or not self._make_room(request, request.computed + count):
+        if count < 1:
+            return 0
+        has_room = self._make_room(request, request.computed + count)
+        # Whom it preempted may be admitted again for this very launch: what was planned is void.
+        work[:] = [each for each in work if each.request.state is State.RUNNING]
+        if not has_room:
             return 0
         work.append(Work(request, request.computed, count))
         return count
