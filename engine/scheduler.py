@@ -101,10 +101,6 @@ class Scheduler:
         return len(self._waiting)
 
     @property
-    def num_active(self) -> int:
-        return len(self._active)
-
-    @property
     def loading(self) -> list[Request]:
         """Active requests whose blocks are still arriving."""
         return [each for each in self._active if each.state is State.LOADING]

@@ -21,8 +21,7 @@ PAGE = 4096
 HUGE_PAGE = 2 << 20
 """What the processor maps as one where memory is contiguous and aligned to it."""
 
-MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module has no names for these yet
-MADV_POPULATE_WRITE = 23
+MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no names for these yet
 MADV_COLLAPSE = 25  # Linux 6.1
 MAP_FIXED = 0x10
 MAP_NORESERVE = 0x4000
