@@ -30,15 +30,12 @@ def check_decode(
     value_pool: Tensor,
     block_tables: Tensor,
     context_lens: Tensor,
-    split_size: int,
 ) -> None:
     """Raise ValueError naming the argument of `paged_decode` that does not fit the others."""
     _check_pools(key_pool, value_pool)
     _check_query(query, key_pool)
     _check_tables(block_tables, query.shape[0])
     _check_integers("context_lens", context_lens, (query.shape[0],), 4)
-    if split_size < 16 or split_size & (split_size - 1):
-        raise ValueError(f"split_size: want a power of two from 16, got {split_size}")
 
 
 def check_prefill(

@@ -44,15 +44,12 @@ def paged_decode(
     block_tables: Tensor,
     context_lens: Tensor,
     scale: float,
-    *,
-    split_size: int = 512,
 ) -> Tensor:
     """One query a sequence over its whole context; see the reference for shapes and meaning.
 
-    A split of the context changes rounding only: `split_size` is checked, and the context is taken
-    whole. Raises ValueError on a shape, dtype or length that does not fit.
+    Raises ValueError on a shape, dtype or length that does not fit.
     """
-    check_decode(query, key_pool, value_pool, block_tables, context_lens, split_size)
+    check_decode(query, key_pool, value_pool, block_tables, context_lens)
     out = torch.zeros_like(query)
     for seq, context in enumerate(context_lens.tolist()):
         if context != 0:

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtier.kernels.checks import check_decode
+from kvtier.kernels.configs import Launch, architecture, lookup
 from kvtier.kernels.paged_tile import fold_tile
 
 LOG2_E = 1.4426950408889634
@@ -132,34 +133,33 @@ def merge_splits_kernel(
     tl.store(out_ptr + place * HEAD_DIM + dims, mixed.to(out_ptr.dtype.element_ty), inside)
 
 
-DECODE_OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}
 MERGE_OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 """Launch options. They order the sums, so they may depend on the model but never on the batch;
 fusion is named because Triton's default changes between releases, and bits with it."""
 
 
 def decode_constants(
-    heads: int, kv_heads: int, head_dim: int, block_size: int, split_size: int
+    heads: int, kv_heads: int, head_dim: int, block_size: int, launch: Launch
 ) -> dict[str, int]:
-    """`paged_decode_kernel`'s compile-time constants for one model, block and split size."""
+    """`paged_decode_kernel`'s compile-time constants for one model, block size and launch."""
     group = heads // kv_heads
     return {
         "BLOCK_SIZE": block_size,
         "GROUP": group,
-        "ROWS": max(16, triton.next_power_of_2(group)),
+        "ROWS": max(launch.rows, triton.next_power_of_2(group)),
         "HEAD_DIM": head_dim,
         "HEAD_DIM_PADDED": max(16, triton.next_power_of_2(head_dim)),
-        "SPLIT": split_size,
-        "TILE": min(split_size, 64),
+        "SPLIT": launch.split,
+        "TILE": launch.tile,
     }
 
 
-def merge_constants(head_dim: int, split_size: int) -> dict[str, int]:
+def merge_constants(head_dim: int, launch: Launch) -> dict[str, int]:
     """`merge_splits_kernel`'s compile-time constants. MERGE is fixed: it orders the sums."""
     return {
         "HEAD_DIM": head_dim,
         "HEAD_DIM_PADDED": max(16, triton.next_power_of_2(head_dim)),
-        "SPLIT": split_size,
+        "SPLIT": launch.split,
         "MERGE": 16,
     }
 
@@ -172,25 +172,26 @@ def paged_decode(
     context_lens: Tensor,
     scale: float,
     *,
-    split_size: int = 512,
+    launch: Launch | None = None,
 ) -> Tensor:
     """`softmax(scale * q K^T) V` of one query a sequence over its whole context.
 
     query `[seqs, heads, head_dim]`; pools `[num_blocks, kv_heads, block_size, head_dim]`, strided
     views of one layer; block_tables int32 `[seqs, max_blocks]`, whose entries past the context are
     never read; context_lens int32 `[seqs]`, where 0 gives zeros. Lengths and block ids are not
-    checked: that would wait for the device. `split_size` (a power of two from 16) is the number of
-    positions a program reads and part of the result's bits. Returns `[seqs, heads, head_dim]`.
-    Raises ValueError on a shape or dtype that does not fit.
+    checked: that would wait for the device. `launch` replaces the shipped sizes, which are part of
+    the result's bits. Returns `[seqs, heads, head_dim]`. Raises ValueError on a shape or dtype that
+    does not fit.
     """
-    check_decode(query, key_pool, value_pool, block_tables, context_lens, split_size)
+    check_decode(query, key_pool, value_pool, block_tables, context_lens)
     seqs, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = key_pool.shape
     out = torch.empty((seqs, heads, head_dim), dtype=query.dtype, device=query.device)
     if seqs == 0:
         return out
+    launch = launch or lookup("paged_decode", architecture(query.device), key_pool.dtype, head_dim)
     # The table's width bounds the contexts without asking the device; surplus programs return.
-    splits = max(1, triton.cdiv(block_tables.shape[1] * block_size, split_size))
+    splits = max(1, triton.cdiv(block_tables.shape[1] * block_size, launch.split))
     partial = torch.empty((seqs, heads, splits, head_dim), device=query.device)
     weight = torch.empty((seqs, heads, splits), device=query.device)
     paged_decode_kernel[(seqs, kv_heads, splits)](
@@ -209,8 +210,8 @@ def paged_decode(
         key_pool.stride(1),
         key_pool.stride(2),
         block_tables.stride(0),
-        **decode_constants(heads, kv_heads, head_dim, block_size, split_size),
-        **DECODE_OPTIONS,
+        **decode_constants(heads, kv_heads, head_dim, block_size, launch),
+        **launch.options,
     )
     merge_splits_kernel[(seqs, heads)](
         out,
@@ -218,7 +219,7 @@ def paged_decode(
         weight,
         context_lens,
         splits,
-        **merge_constants(head_dim, split_size),
+        **merge_constants(head_dim, launch),
         **MERGE_OPTIONS,
     )
     return out

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtier.kernels.checks import check_prefill
+from kvtier.kernels.configs import Launch, architecture, lookup
 from kvtier.kernels.paged_tile import fold_tile
 
 LOG2_E = 1.4426950408889634
@@ -130,15 +131,10 @@ def paged_prefill_kernel(
     tl.store(out_ptr + out_offsets[:, None] + dims[None, :], mixed, kept)
 
 
-OPTIONS = {"num_warps": 8, "num_stages": 3, "enable_fp_fusion": True}
-"""Launch options. They order the sums, so they may depend on the model but never on the batch;
-fusion is named because Triton's default changes between releases, and bits with it."""
-
-
 def prefill_constants(
-    heads: int, kv_heads: int, head_dim: int, block_size: int, seqs: int
+    heads: int, kv_heads: int, head_dim: int, block_size: int, seqs: int, launch: Launch
 ) -> dict[str, int]:
-    """The kernel's compile-time constants for one model, block size and number of sequences.
+    """The kernel's compile-time constants for one model, block size, batch and launch.
 
     `seqs` sets only the length of the vector in which a program finds its sequence.
     """
@@ -146,12 +142,11 @@ def prefill_constants(
     return {
         "BLOCK_SIZE": block_size,
         "GROUP": group,
-        "ROWS": max(128, triton.next_power_of_2(group)),
+        "ROWS": max(launch.rows, triton.next_power_of_2(group)),
         "HEAD_DIM": head_dim,
         "HEAD_DIM_PADDED": max(16, triton.next_power_of_2(head_dim)),
         "SEQS_PADDED": max(16, triton.next_power_of_2(seqs)),
-        # Compiled for head_dim 128: no spills on sm_90 and sm_100, 72 bytes on sm_80 (none at 32).
-        "TILE": 64,
+        "TILE": launch.tile,
     }
 
 
@@ -164,6 +159,8 @@ def paged_prefill(
     query_lens: Tensor,
     context_lens: Tensor,
     scale: float,
+    *,
+    launch: Launch | None = None,
 ) -> Tensor:
     """Causal attention of a chunk of queries a sequence over cached and own blocks.
 
@@ -172,8 +169,8 @@ def paged_prefill(
     `context_lens[s] - 1`; its own K and V are already in the pool. block_tables int32
     `[seqs, max_blocks]`, whose entries past the context are never read; the others int32 `[seqs]`.
     Lengths and block ids are not checked: that would wait for the device. Rows that no sequence
-    owns come back as zeros. Returns query's shape. Raises ValueError on a shape or dtype that does
-    not fit.
+    owns come back as zeros. `launch` replaces the shipped sizes, which are part of the result's
+    bits. Returns query's shape. Raises ValueError on a shape or dtype that does not fit.
     """
     check_prefill(query, key_pool, value_pool, block_tables, query_starts, query_lens, context_lens)
     tokens, heads, head_dim = query.shape
@@ -182,7 +179,8 @@ def paged_prefill(
     out = torch.zeros((tokens, heads, head_dim), dtype=query.dtype, device=query.device)
     if tokens == 0 or seqs == 0:
         return out
-    constants = prefill_constants(heads, kv_heads, head_dim, block_size, seqs)
+    launch = launch or lookup("paged_prefill", architecture(query.device), key_pool.dtype, head_dim)
+    constants = prefill_constants(heads, kv_heads, head_dim, block_size, seqs, launch)
     # sum(ceil(len / queries)) is at most this, whatever the lengths; surplus programs return.
     tiles = tokens // (constants["ROWS"] // constants["GROUP"]) + seqs
     paged_prefill_kernel[(tiles, kv_heads)](
@@ -205,6 +203,6 @@ def paged_prefill(
         key_pool.stride(2),
         block_tables.stride(0),
         **constants,
-        **OPTIONS,
+        **launch.options,
     )
     return out

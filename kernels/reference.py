@@ -44,18 +44,15 @@ def paged_decode(
     block_tables: Tensor,
     context_lens: Tensor,
     scale: float,
-    *,
-    split_size: int = 512,
 ) -> Tensor:
     """`softmax(scale * q K^T) V` of one query a sequence over its whole context.
 
     query `[seqs, heads, head_dim]`; block_tables int32 `[seqs, max_blocks]`; context_lens int32
-    `[seqs]`, where 0 gives zeros. Query head `h` reads KV head `h // (heads / kv_heads)`. A split
-    of the context changes rounding only, so `split_size` is checked and has no other effect here.
+    `[seqs]`, where 0 gives zeros. Query head `h` reads KV head `h // (heads / kv_heads)`.
     Returns `[seqs, heads, head_dim]`. Raises ValueError on a shape, dtype or length that does not
     fit.
     """
-    check_decode(query, key_pool, value_pool, block_tables, context_lens, split_size)
+    check_decode(query, key_pool, value_pool, block_tables, context_lens)
     out = torch.zeros_like(query)
     for seq, context in enumerate(context_lens.tolist()):
         if context != 0:

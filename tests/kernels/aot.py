@@ -13,11 +13,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvtier.kernels import paged_decode, paged_prefill, write_kv
+from kvtier.kernels import configs, paged_decode, paged_prefill, write_kv
 
 BLOCK_SIZE = 16
 MODELS = [(32, 8, 128), (7, 1, 80)]
@@ -82,6 +83,8 @@ def main(arch: int) -> None:
     reports = {}
     for heads, kv_heads, head_dim in MODELS:
         model = (heads, kv_heads, head_dim, BLOCK_SIZE)
+        decode = configs.lookup("paged_decode", arch, torch.bfloat16, head_dim)
+        prefill = configs.lookup("paged_prefill", arch, torch.bfloat16, head_dim)
         builds = {
             "write_kv": (
                 write_kv.write_kv_kernel,
@@ -90,18 +93,18 @@ def main(arch: int) -> None:
             ),
             "paged_decode": (
                 paged_decode.paged_decode_kernel,
-                paged_decode.decode_constants(*model, split_size=512),
-                paged_decode.DECODE_OPTIONS,
+                paged_decode.decode_constants(*model, launch=decode),
+                decode.options,
             ),
             "merge_splits": (
                 paged_decode.merge_splits_kernel,
-                paged_decode.merge_constants(head_dim, split_size=512),
+                paged_decode.merge_constants(head_dim, decode),
                 paged_decode.MERGE_OPTIONS,
             ),
             "paged_prefill": (
                 paged_prefill.paged_prefill_kernel,
-                paged_prefill.prefill_constants(*model, seqs=5),
-                paged_prefill.OPTIONS,
+                paged_prefill.prefill_constants(*model, seqs=5, launch=prefill),
+                prefill.options,
             ),
         }
         for name, (kernel, constants, options) in builds.items():

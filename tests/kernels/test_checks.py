@@ -51,8 +51,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("paged_decode", {"block_tables": ints(3, 3)}, "block_tables: want"),
     ("paged_decode", {"block_tables": ints(2, 3, dtype=torch.int64)}, "block_tables: want int32"),
     ("paged_decode", {"context_lens": torch.zeros(2)}, "context_lens: want int32"),
-    ("paged_decode", {"split_size": 48}, "split_size: want a power of two"),
-    ("paged_decode", {"split_size": 8}, "split_size: want a power of two"),
     ("paged_prefill", {"context_lens": ints(2, 1)}, "context_lens: want shape"),
     ("paged_prefill", {"query_starts": ints(1)}, "query_starts: want shape"),
     ("paged_prefill", {"query_lens": ints(2, dtype=torch.int64)}, "query_lens: want int32"),

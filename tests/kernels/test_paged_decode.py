@@ -5,13 +5,15 @@ import torch
 from torch import Tensor
 
 from kvtier.kernels import reference
+from kvtier.kernels.configs import Launch
 from kvtier.kernels.paged_decode import paged_decode
 from tests.kernels.cases import SHAPES, SHAPES_AND_DTYPES, Case, Shape, assert_near, make_case
 
 SPLIT = 32
+LAUNCH = Launch(tile=32, warps=4, stages=3, split=SPLIT)
 
 
-def run(case: Case, split_size: int = SPLIT) -> Tensor:
+def run(case: Case, launch: Launch = LAUNCH) -> Tensor:
     return paged_decode(
         case.query,
         case.key_pool,
@@ -19,7 +21,7 @@ def run(case: Case, split_size: int = SPLIT) -> Tensor:
         case.block_tables,
         case.context_lens,
         case.shape.scale,
-        split_size=split_size,
+        launch=launch,
     )
 
 
@@ -48,7 +50,7 @@ def test_decode_agrees_with_float64_and_reads_nothing_past_a_context(
 
 def test_a_context_of_more_splits_than_are_merged_at_once_agrees(device: torch.device) -> None:
     case = make_case(Shape(7, 1, 16, 16), [16 * 17 + 3], device=device)
-    assert_near(run(case, split_size=16), expected(case))
+    assert_near(run(case, Launch(tile=16, warps=4, stages=3, split=16)), expected(case))
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[4]])
@@ -67,7 +69,7 @@ def test_decode_gives_a_sequence_the_same_bits_alone_and_in_a_batch(
             case.block_tables[seq : seq + 1, :blocks],
             case.context_lens[seq : seq + 1],
             shape.scale,
-            split_size=SPLIT,
+            launch=LAUNCH,
         )
         assert torch.equal(alone[0], batch[seq])
 
