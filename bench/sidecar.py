@@ -122,7 +122,7 @@ def control(path: Path, repeats: int) -> tuple[Sample, Sample, Sample]:
     one, all_of_them = wire.ints_to_bytes(tokens[:16]), wire.ints_to_bytes(tokens)
 
     def lookup() -> None:
-        client.call(wire.Lookup(client.new_id(), NAMESPACE, one), timeout_s=WAIT_S)
+        client.call(wire.Lookup(client.new_id(), NAMESPACE, one, True), timeout_s=WAIT_S)
 
     leases: list[int] = []
 
@@ -158,7 +158,7 @@ def many_clients(path: Path, rounds: int) -> float:
         connection.sendall(hello)
         connection.recv(4096)
         connections.append(connection)
-    frame = wire.encode(wire.Lookup(2, NAMESPACE, wire.ints_to_bytes(tokens_of(1))))
+    frame = wire.encode(wire.Lookup(2, NAMESPACE, wire.ints_to_bytes(tokens_of(1)), True))
     begin = time.perf_counter()
     for _ in range(rounds):
         for connection in connections:

@@ -41,7 +41,7 @@ from kvtier.tiers.lease import (
     Ticket,
 )
 from kvtier.tiers.ledger import Ledger
-from kvtier.tiers.load import Load, reachable
+from kvtier.tiers.load import Load, keys_behind, reachable
 from kvtier.tiers.mover import Mover
 from kvtier.tiers.moves import Terms, mask_runs
 from kvtier.tiers.sieve import Sieve, unlimited
@@ -147,13 +147,22 @@ class TieredCache:
     def match(self, namespace: bytes, tokens: Tokens) -> Match:
         """What memory knows of this path. Touches no disk and changes nothing."""
         with self._lock:
+            return self._match(reachable(self._ledger, namespace, tokens))
+
+    def ask(self, namespace: bytes, tokens: Tokens) -> Match:
+        """As `match`, for a request: the path counts as used, and who learns from requests learns.
+
+        Once a request. One that has asked acquires with `asks=False`, if it acquires at all.
+        """
+        with self._lock:
+            self._hear(namespace, tokens)
             ids = reachable(self._ledger, namespace, tokens)
-            fastest = np.full(len(ids), self._ledger.store_col)
-            for col in reversed(range(len(self._ledger.pools))):
-                fastest[self._ledger.stands(col, ids)] = col
-            counts = Counter(self._ledger.tier(int(col)) for col in fastest)
-        by_tier = {tier: n * self.block_size for tier, n in counts.items()}
-        return Match(len(ids) * self.block_size, by_tier)
+            for col in range(len(self._ledger.pools)):
+                self._index.touch(col, ids[self._ledger.holds(col, ids)])
+            if self._ledger.sieve is not None:
+                behind = keys_behind(self._index, namespace, ids, tokens)
+                self._ledger.sieve.asked(ids, behind)
+            return self._match(ids)
 
     def acquire(
         self,
@@ -163,24 +172,25 @@ class TieredCache:
         limit: int | None = None,
         prefetched: Ticket | None = None,
         deadline: float | None = None,
+        asks: bool = True,
     ) -> Lease:
         """A lease on the longest cached prefix; loads begin for what lies below the top pool.
 
         At most `limit` tokens are taken from the cache. `prefetched` is the ticket of an earlier
         `prefetch` of these tokens: it is closed here, once the lease has its own pins. Loading ends
         at `deadline`, with the contiguous part that has arrived. The lease must be released. Never
-        waits: see `Lease.ticket`.
+        waits: see `Lease.ticket`. `asks`: False if the request was heard of already (`ask`).
         """
         with self._lock:
             self._advance()
-            self._index.request(namespace, tokens)
+            if asks:
+                self._hear(namespace, tokens)
             known = prefetched.sources if prefetched is not None else ()
             terms = Terms(deadline)
-            load = Load(self._ledger, namespace, tokens[:limit], 0, known, terms, asks=True)
+            load = Load(self._ledger, namespace, tokens[:limit], 0, known, terms, asks=asks)
             lease = Lease(self, self._next_lease, namespace, load)
             self._next_lease += 1
             self._leases[lease.id] = lease
-            self._asked += len(tokens)
             self._track(load)
         if prefetched is not None:
             prefetched.close()
@@ -512,6 +522,19 @@ class TieredCache:
                     raise AssertionError(f"{pool.tier}: slots do not add up: {s}")
 
     # ---- inside ----------------------------------------------------------------------------------
+
+    def _hear(self, namespace: bytes, tokens: Tokens) -> None:
+        """A request asks for these tokens. Its path has not been touched yet."""
+        self._index.request(namespace, tokens)
+        self._asked += len(tokens)
+
+    def _match(self, ids: BlockIds) -> Match:
+        fastest = np.full(len(ids), self._ledger.store_col)
+        for col in reversed(range(len(self._ledger.pools))):
+            fastest[self._ledger.stands(col, ids)] = col
+        counts = Counter(self._ledger.tier(int(col)) for col in fastest)
+        by_tier = {tier: n * self.block_size for tier, n in counts.items()}
+        return Match(len(ids) * self.block_size, by_tier)
 
     def _advance(self) -> None:
         self._ledger.advance()

@@ -314,11 +314,19 @@ class Store(Protocol):
     @property
     def tier(self) -> TierId: ...
 
-    def lookup(self, namespace: bytes, keys: Sequence[BlockKey], tokens: Tokens) -> Answer:
+    def lookup(
+        self,
+        namespace: bytes,
+        keys: Sequence[BlockKey],
+        tokens: Tokens,
+        *,
+        asks: bool = False,
+    ) -> Answer:
         """How many leading `keys` it holds now.
 
         `tokens` is the whole path from the root and ends with the blocks that `keys` name; blocks
-        before them are the caller's already.
+        before them are the caller's already. `asks`: a request asks for this path. Said once a
+        request, also where the caller has all of it (no `keys`): for a store that learns from it.
         """
         ...
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from kvtier.index.radix import RadixIndex
 from kvtier.index.words import ROOT_KEY, BlockIds, BlockKey, TierId, Tokens, block_keys
 from kvtier.tiers.contracts import Answer
 from kvtier.tiers.ledger import Ledger
@@ -26,9 +27,9 @@ class Load:
 
     With `col` the store's column nothing moves: it only finds out.
     `known` are the tiers an earlier load found the first blocks in, for the record. `asks`: it is a
-    request's, from which the sieve learns. At `terms.deadline` it ends by itself. In the background
-    it reads from the store piece by piece, as much at a time as the ledger allows all such loads
-    together.
+    request's, from which the sieve and the store learn. At `terms.deadline` it ends by itself. In
+    the background it reads from the store piece by piece, as much at a time as the ledger allows
+    all such loads together.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Load:
         self._index.found(matched)
         self._extend(matched)
         self.sources[: len(known)] = known[: len(self.sources)]
-        behind = self._ask()
+        behind = self._ask(asks)
         if asks and ledger.sieve is not None:
             ledger.sieve.asked(matched, behind)
         self.advance()
@@ -134,15 +135,18 @@ class Load:
         self.sources += [ledger.tier(int(col)) for col in fastest]
         self.ids = np.concatenate([self.ids, new])
 
-    def _ask(self) -> list[BlockKey]:
-        """Ask the store how many of the blocks behind the match it holds. Returns their keys."""
-        store, n = self._ledger.store, len(self.ids)
-        rest = self._tokens[n * self._size :]
-        if store is None or not len(rest):
+    def _ask(self, asks: bool) -> list[BlockKey]:
+        """Ask the store how many of the blocks behind the match it holds. Returns their keys.
+
+        A request is told of even if nothing is behind it; nobody waits for that answer.
+        """
+        store = self._ledger.store
+        if store is None or not len(self._tokens):
             return []
-        parent = self._index.keys(self.ids[-1:])[0] if n else ROOT_KEY
-        keys = block_keys(self._namespace, parent, rest, self._size)
-        self._answer = store.lookup(self._namespace, keys, self._tokens)
+        keys = keys_behind(self._index, self._namespace, self.ids, self._tokens)
+        if keys or asks:
+            answer = store.lookup(self._namespace, keys, self._tokens, asks=asks)
+            self._answer = answer if keys else None
         return keys
 
     def _discovered(self, held: int) -> None:
@@ -246,6 +250,18 @@ def reachable(ledger: Ledger, namespace: bytes, tokens: Tokens) -> BlockIds:
     for col in range(ledger.levels):
         lost &= ledger.lacks(col, ids)
     return ids[: leading(~lost)]
+
+
+def keys_behind(
+    index: RadixIndex, namespace: bytes, ids: BlockIds, tokens: Tokens
+) -> list[BlockKey]:
+    """Keys of the whole blocks of `tokens` behind `ids`, which are its first ones."""
+    size = index.block_size
+    rest = tokens[len(ids) * size :]
+    if len(rest) < size:
+        return []
+    parent = index.keys(ids[-1:])[0] if len(ids) else ROOT_KEY
+    return block_keys(namespace, parent, rest, size)
 
 
 def leading(mask: Mask) -> int:

@@ -114,7 +114,14 @@ def test_a_loading_request_does_not_hold_up_a_running_one(tiny: Path) -> None:
 class SilentStore(SimStore):
     """Never answers a lookup."""
 
-    def lookup(self, namespace: bytes, keys: Sequence[BlockKey], tokens: Tokens) -> Answer:
+    def lookup(
+        self,
+        namespace: bytes,
+        keys: Sequence[BlockKey],
+        tokens: Tokens,
+        *,
+        asks: bool = False,
+    ) -> Answer:
         return Answer(self.device.signal)
 
     @property

@@ -36,7 +36,7 @@ _SERVE = _PROLOGUE + (
     "from kvtier.tools.serve import serve; import sys; "
     "store = Path(sys.argv[2]) if sys.argv[2] else None; "
     "serve(Path(sys.argv[1]), store, dram_bytes=int(sys.argv[3]), nvme_bytes=int(sys.argv[4]), "
-    "writeback_s=float(sys.argv[5]))"
+    "writeback_s=float(sys.argv[5]), nvme_admission=sys.argv[6])"
 )
 
 
@@ -80,11 +80,14 @@ class Sidecar:
         num_slots: int = 64,
         store: bool = True,
         writeback_s: float = WRITEBACK_S,
+        nvme_bytes: int = 64 << 20,
+        nvme_admission: str = "all",
     ) -> None:
         self.socket = directory / "s.sock"
         self.store = directory / "store" if store else None
         self.num_slots = num_slots
-        self.writeback_s = writeback_s
+        self.options = (writeback_s, nvme_admission)
+        self.nvme_bytes = nvme_bytes
         self._process: subprocess.Popen[str] | None = None
 
     @property
@@ -93,9 +96,8 @@ class Sidecar:
         return self._process.pid
 
     def launch(self) -> "subprocess.Popen[str]":
-        dram_bytes, nvme_bytes = self.num_slots * SLOT_BYTES, 64 << 20
-        store = self.store or ""
-        return python(_SERVE, self.socket, store, dram_bytes, nvme_bytes, self.writeback_s)
+        place = (self.socket, self.store or "", self.num_slots * SLOT_BYTES, self.nvme_bytes)
+        return python(_SERVE, *place, *self.options)
 
     def start(self) -> "Sidecar":
         self._process = self.launch()

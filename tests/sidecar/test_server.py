@@ -33,7 +33,7 @@ OTHER_LAYOUT = BlockLayout(layers=1, kv_heads=1, block_size=16, head_dim=4, dtyp
 
 
 def lookup_frame(request_id: int = 7) -> bytes:
-    return wire.encode(wire.Lookup(request_id, NAMESPACE, wire.ints_to_bytes(tokens_of(2))))
+    return wire.encode(wire.Lookup(request_id, NAMESPACE, wire.ints_to_bytes(tokens_of(2)), True))
 
 
 def commit_of(client: RawClient, slots: list[int], checksums: list[int]) -> wire.Commit:
@@ -61,7 +61,7 @@ def reserved(reply: wire.Reply | None) -> list[int]:
         wire.encode(wire.GiveBack(3, bytes(4))),
         wire.encode(wire.GiveBack(3, b"abc")),
         wire.encode(wire.Commit(3, bytes(32), b"", 0, bytes(4), b"")),
-        wire.encode(wire.Hello(3, 1, None, "again")),
+        wire.encode(wire.Hello(3, wire.PROTOCOL_VERSION, None, "again")),
         wire.encode(wire.Released(3))[:4] + b"\x92\x43\x03",
     ],
 )
@@ -81,7 +81,8 @@ def test_a_client_that_breaks_the_protocol_is_dropped_and_nobody_else_notices(
         lookup_frame(),
         wire.MAX_HELLO.to_bytes(4, "little") + bytes(wire.MAX_HELLO),
         (wire.MAX_HELLO + 1).to_bytes(4, "little"),
-        wire.encode(wire.Hello(1, 1, wire.WireLayout.of(LAYOUT), "x")) + lookup_frame(),
+        wire.encode(wire.Hello(1, wire.PROTOCOL_VERSION, wire.WireLayout.of(LAYOUT), "x"))
+        + lookup_frame(),
     ],
 )
 def test_hello_comes_first_and_is_answered_before_anything_else(
@@ -98,12 +99,12 @@ def test_hello_comes_first_and_is_answered_before_anything_else(
 def test_another_protocol_version_is_told_both_versions(shared: Sidecar) -> None:
     client = RawClient(shared.socket)
     # A hello as some later version may spell it: more fields than we know.
-    body = b"\x97\x01\x05\x02" + b"\xc0\xa1x\xc3\x07"
+    body = b"\x97\x01\x05\x03" + b"\xc0\xa1x\xc3\x07"
     client.send_bytes(len(body).to_bytes(4, "little") + body)
     reply = client.receive()
     assert isinstance(reply, wire.Refused)
     assert (reply.id, reply.code) == (5, wire.Code.VERSION)
-    assert "protocol 1, the client 2" in reply.text
+    assert "protocol 2, the client 3" in reply.text
     assert client.receive() is None
     client.close()
 
@@ -126,7 +127,9 @@ def test_a_slab_too_small_for_one_block_is_refused_with_the_cure(
 
 def test_an_observer_reads_counters_and_may_do_nothing_else(shared: Sidecar) -> None:
     client = RawClient(shared.socket)
-    assert isinstance(client.ask(wire.Hello(1, 1, None, "observer")), wire.Welcome)
+    assert isinstance(
+        client.ask(wire.Hello(1, wire.PROTOCOL_VERSION, None, "observer")), wire.Welcome
+    )
     statistics = client.ask(wire.Stats(2))
     assert isinstance(statistics, wire.Statistics)
     assert statistics.numbers["sidecar.connections"] >= 1
@@ -178,7 +181,7 @@ def test_a_stop_ends_cleanly_and_removes_the_socket(
 
 
 def test_the_sidecar_process_loads_no_torch(shared: Sidecar, speak: Speak) -> None:
-    speak(shared).ask(wire.Lookup(5, NAMESPACE, wire.ints_to_bytes(tokens_of(3))))
+    speak(shared).ask(wire.Lookup(5, NAMESPACE, wire.ints_to_bytes(tokens_of(3)), True))
     maps = Path(f"/proc/{shared.pid}/maps").read_text()
     assert "numpy" in maps
     assert "torch" not in maps
@@ -333,10 +336,10 @@ def test_descriptors_do_not_pile_up_with_clients_that_come_and_go(
     before = len(os.listdir(fds))
     for _ in range(20):
         client = RawClient.greeted(shared.socket)
-        client.ask(wire.Lookup(5, NAMESPACE, wire.ints_to_bytes(tokens_of(1))))
+        client.ask(wire.Lookup(5, NAMESPACE, wire.ints_to_bytes(tokens_of(1)), True))
         client.close()
     wait_for(lambda: len(os.listdir(fds)) <= before)
-    assert stays.ask(wire.Lookup(5, NAMESPACE, b"")) == wire.Found(5, 0, 0)
+    assert stays.ask(wire.Lookup(5, NAMESPACE, b"", True)) == wire.Found(5, 0, 0)
 
 
 def test_a_socket_path_that_is_too_long_is_a_clear_error(tmp_path: Path) -> None:

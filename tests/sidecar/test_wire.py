@@ -22,7 +22,7 @@ def page_example(name: str) -> bytes:
 
 
 def test_the_pages_hello_is_what_a_client_sends() -> None:
-    hello = wire.Hello(1, 1, wire.WireLayout.of(LAYOUT), "test")
+    hello = wire.Hello(1, 2, wire.WireLayout.of(LAYOUT), "test")
     frame = page_example("hello")
     assert wire.encode(hello) == frame
     assert [wire.decode_request(body) for body in wire.FrameReader().feed(frame)] == [hello]
@@ -53,7 +53,7 @@ ids = st.integers(0, 2**63 - 1)
 counts = st.integers(0, 2**31 - 1)
 arrays = st.lists(counts, max_size=7).map(lambda values: np.array(values, np.int32))
 requests = st.one_of(
-    st.builds(wire.Lookup, ids, digests, arrays.map(wire.ints_to_bytes)),
+    st.builds(wire.Lookup, ids, digests, arrays.map(wire.ints_to_bytes), st.booleans()),
     st.builds(wire.Acquire, ids, digests, arrays.map(wire.ints_to_bytes), counts),
     st.builds(wire.Reserve, ids, st.integers(1, wire.MAX_BLOCKS), st.integers(0, 60_000)),
     st.builds(wire.Release, ids, ids),
@@ -115,7 +115,7 @@ def test_the_longest_path_fits_into_a_commit_and_a_longer_one_into_nothing() -> 
     slots, checksums = bytes(4 * wire.MAX_BLOCKS), bytes(8 * wire.MAX_BLOCKS)
     frame = wire.encode(wire.Commit(2**63 - 1, bytes(32), tokens, 2**31 - 1, slots, checksums))
     assert wire.decode_request(frame[4:]).id == 2**63 - 1
-    long = wire.encode(wire.Lookup(1, bytes(32), tokens + bytes(4)))
+    long = wire.encode(wire.Lookup(1, bytes(32), tokens + bytes(4), False))
     with pytest.raises(wire.WireError, match="length"):
         wire.decode_request(long[4:])
 

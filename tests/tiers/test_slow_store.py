@@ -21,10 +21,18 @@ class SlowStore:
         self.held = held
         self.flights: list[Flight] = []
 
-    def lookup(self, namespace: bytes, keys: Sequence[BlockKey], tokens: Tokens) -> Answer:
+    def lookup(
+        self,
+        namespace: bytes,
+        keys: Sequence[BlockKey],
+        tokens: Tokens,
+        *,
+        asks: bool = False,
+    ) -> Answer:
         return Answer(self._signal, min(self.held, len(keys)))
 
-    persist = lookup
+    def persist(self, namespace: bytes, keys: Sequence[BlockKey], tokens: Tokens) -> Answer:
+        return self.lookup(namespace, keys, tokens)
 
     def put(self, request: Put) -> Flight:
         keys = block_keys(request.namespace, request.parent, request.tokens, BLOCK_SIZE)

@@ -148,8 +148,18 @@ class NvmeTier(Custody):
         """Notified whenever a flight or an answer of this tier moves on."""
         return self._signal
 
-    def lookup(self, namespace: bytes, keys: Sequence[BlockKey], tokens: Tokens) -> Answer:
-        """How many leading `keys` are published. Does not count as a use."""
+    def lookup(
+        self,
+        namespace: bytes,
+        keys: Sequence[BlockKey],
+        tokens: Tokens,
+        *,
+        asks: bool = False,
+    ) -> Answer:
+        """How many leading `keys` are published. Does not count as a use, and who `asks` is of no
+        interest here: the cache above learns from it."""
+        if asks and not keys:
+            return Answer(self._signal, 0)
         answer = Answer(self._signal)
         wanted = tuple(keys)
         if not self._crew.serves() or not self._crew.bring_in(

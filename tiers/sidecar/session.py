@@ -104,7 +104,8 @@ class Session:
 
     def _lookup(self, request: wire.Lookup) -> None:
         tokens = self._tokens(request)
-        resident = self._cache.match(request.namespace, tokens).by_tier.get(TierId.DRAM, 0)
+        match = self._cache.ask if request.asks else self._cache.match
+        resident = match(request.namespace, tokens).by_tier.get(TierId.DRAM, 0)
         if len(tokens) - resident < self._block_size:
             # Nothing to ask the store for: five times cheaper than a lookup.
             self._send(wire.Found(request.id, resident, 0))
@@ -128,7 +129,8 @@ class Session:
         tokens = self._tokens(request)
         room = max(0, self._max_blocks - self.held_blocks) * self._block_size
         limit = min(len(tokens), room)
-        lease = self._cache.acquire(request.namespace, tokens, limit=limit)
+        # Whatever request this is for has asked already: see `Lookup.asks`.
+        lease = self._cache.acquire(request.namespace, tokens, limit=limit, asks=False)
         held = _Held(lease, limit // self._block_size, request.start_block)
         self._leases[request.id] = held
         if not self._report(request.id, held, at_once=True):

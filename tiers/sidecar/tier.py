@@ -121,18 +121,26 @@ class SidecarTier:
 
     # ---- the store's face -------------------------------------------------------------------
 
-    def lookup(self, namespace: bytes, keys: Sequence[BlockKey], tokens: Tokens) -> Answer:
+    def lookup(
+        self,
+        namespace: bytes,
+        keys: Sequence[BlockKey],
+        tokens: Tokens,
+        *,
+        asks: bool = False,
+    ) -> Answer:
         def blocks(reply: wire.Reply | None) -> int:
             if not isinstance(reply, wire.Found):
                 return 0
             return (reply.dram + reply.nvme) // self._layout.block_size
 
         return self._ask(
-            lambda n: wire.Lookup(n, namespace, wire.ints_to_bytes(tokens)),
+            lambda n: wire.Lookup(n, namespace, wire.ints_to_bytes(tokens), asks),
             blocks,
             keys,
             tokens,
             self._deadline_s,
+            needed=bool(keys) or asks,
         )
 
     def persist(self, namespace: bytes, keys: Sequence[BlockKey], tokens: Tokens) -> Answer:
@@ -145,6 +153,7 @@ class SidecarTier:
             keys,
             tokens,
             self._deadline_s * PERSIST_DEADLINES,
+            needed=bool(keys),
         )
 
     def fetch(self, request: Fetch) -> Flight:
@@ -185,11 +194,14 @@ class SidecarTier:
         keys: Sequence[BlockKey],
         tokens: Tokens,
         timeout_s: float,
+        *,
+        needed: bool,
     ) -> Answer:
-        """How many leading `keys` the answer to `request` counts; `blocks` counts from the root."""
+        """How many leading `keys` the answer to `request` counts; `blocks` counts from the root.
+        Nothing is sent unless that is `needed`."""
         answer = Answer(self._signal)
-        link = self._usable(len(tokens))
-        if link is None or not keys:
+        link = self._usable(len(tokens)) if needed else None
+        if link is None:
             answer.give(0)
             return answer
         before = len(tokens) // self._layout.block_size - len(keys)

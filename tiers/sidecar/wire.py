@@ -17,7 +17,7 @@ from kvtier.index.namespace import BlockLayout
 from kvtier.index.words import Slots, TierId, Tokens
 from kvtier.tiers.contracts import Checksums
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME = 4 << 20
 MAX_HELLO = 4096
 MAX_TOKENS = 960 << 10
@@ -96,8 +96,11 @@ class Hello(Message, tag=NUMBER_OF_HELLO, frozen=True):
 
 
 class Lookup(Message, tag=2, frozen=True):
+    """How much of this path is there? `asks`: a request asks for it, and is heard of once."""
+
     namespace: Digest
     tokens: TokenBytes
+    asks: bool
 
 
 class Acquire(Message, tag=3, frozen=True):

@@ -105,7 +105,14 @@ class LeafStore:
     def __len__(self) -> int:
         return self._used
 
-    def lookup(self, namespace: bytes, keys: Sequence[BlockKey], tokens: Tokens) -> Answer:
+    def lookup(
+        self,
+        namespace: bytes,
+        keys: Sequence[BlockKey],
+        tokens: Tokens,
+        *,
+        asks: bool = False,
+    ) -> Answer:
         before = len(tokens) // self._block_size - len(keys)
         answer = Answer(self._signal)
         answer.give(max(0, len(self._index.match(namespace, tokens)) - before))
