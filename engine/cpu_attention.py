@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvtier.engine.batch import Batch, Span
+from kvtier.engine.rope import rotate_
 from kvtier.kernels import cpu
 
 
@@ -37,8 +38,9 @@ class CpuAttention:
             mirror.populate()
             self._spare.append(mirror)
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: Batch, cos: Tensor, sin: Tensor) -> None:
         self._batch = batch
+        self._cos, self._sin = cos[:, None], sin[:, None]
         self._fresh = self._pool.new_empty((batch.rows, *self._fresh.shape[1:]))
         for span in batch.spans:
             self.preload(span)
@@ -54,8 +56,13 @@ class CpuAttention:
             start = mirror.tokens // block_size * block_size
             mirror.gather(self._pool, torch.from_numpy(span.slots), span.start, start)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, states: Tensor) -> Tensor:
         assert self._batch is not None
+        kv_heads = self._pool.shape[3]
+        # In the model's own precision, as it was trained.
+        cos, sin = self._cos.to(states.dtype), self._sin.to(states.dtype)
+        rotate_(states[:, :-kv_heads], cos, sin)
+        query, key, value = states.tensor_split((-2 * kv_heads, -kv_heads), dim=1)
         self._fresh[:, layer, 0] = key
         self._fresh[:, layer, 1] = value
         out = torch.empty_like(query)

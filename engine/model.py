@@ -12,12 +12,15 @@ from torch import Tensor
 
 from kvtier.engine.batch import Batch, Span
 from kvtier.engine.model_config import ModelConfig
-from kvtier.engine.rope import inverse_frequencies, rotate_, rotations
+from kvtier.engine.rope import inverse_frequencies, rotations
 from kvtier.engine.weights import Layer, Linear, Weights
 
 
 class Attention(Protocol):
-    """Stores a launch's K and V and lets its rows attend. One launch at a time, layers in order."""
+    """Rotates a launch's queries and keys, stores its K and V and lets its rows attend.
+
+    One launch at a time, layers in order.
+    """
 
     def preload(self, span: Span) -> None:
         """The positions before `span.start` stand in the pool: get them ready, if that helps.
@@ -26,15 +29,18 @@ class Attention(Protocol):
         """
         ...
 
-    def begin(self, batch: Batch) -> None:
-        """Get ready for one launch: whatever is the same in every layer."""
+    def begin(self, batch: Batch, cos: Tensor, sin: Tensor) -> None:
+        """Get ready for one launch: whatever is the same in every layer.
+
+        cos, sin float32 `[rows, head_dim / 2]`: each row's angles (`rope.rotations`).
+        """
         ...
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, states: Tensor) -> Tensor:
         """Causal attention of each row over its own sequence.
 
-        query `[rows, heads, head_dim]`, key and value `[rows, kv_heads, head_dim]`, rotated.
-        Returns query's shape.
+        states `[rows, heads + 2 * kv_heads, head_dim]`: query, key and value heads, not rotated
+        yet; they may be overwritten. Returns `[rows, heads, head_dim]`.
         """
         ...
 
@@ -60,12 +66,11 @@ class LlamaModel:
     def forward(self, batch: Batch, attention: Attention) -> Tensor:
         """Compute every row's K and V, and logits float32 `[len(batch.wanted), vocab]`."""
         weights, eps = self._weights, self.config.norm_eps
-        attention.begin(batch)
+        attention.begin(batch, *rotations(self._frequencies, batch.positions))
         hidden = weights.embedding[batch.tokens]
-        cos, sin = rotations(self._frequencies, batch.positions, hidden.dtype)
         for number, layer in enumerate(weights.layers):
             normed = F.rms_norm(hidden, hidden.shape[-1:], layer.attention_norm, eps)
-            mixed = self._attend(number, layer, normed, cos, sin, attention)
+            mixed = self._attend(number, layer, normed, attention)
             if number == len(weights.layers) - 1:
                 # Only K and V of the last layer serve other rows: the rest is for the logits.
                 hidden, mixed = hidden[batch.wanted], mixed[batch.wanted]
@@ -75,22 +80,11 @@ class LlamaModel:
         hidden = F.rms_norm(hidden, hidden.shape[-1:], weights.norm, eps)
         return F.linear(hidden, weights.head).float()
 
-    def _attend(
-        self,
-        number: int,
-        layer: Layer,
-        normed: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        attention: Attention,
-    ) -> Tensor:
+    def _attend(self, number: int, layer: Layer, normed: Tensor, attention: Attention) -> Tensor:
         heads, kv_heads = self.config.heads, self.config.kv_heads
         states = F.linear(normed, layer.qkv.weight, layer.qkv.bias)
         states = states.view(-1, heads + 2 * kv_heads, self.config.head_dim)
-        query, key = states[:, :heads], states[:, heads : heads + kv_heads]
-        value = states[:, heads + kv_heads :]
-        rotate_(states[:, : heads + kv_heads], cos, sin)
-        return attention.attend(number, query, key, value).flatten(1)
+        return attention.attend(number, states).flatten(1)
 
 
 def _feed_forward(hidden: Tensor, layer: Layer, eps: float) -> Tensor:

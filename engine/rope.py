@@ -26,18 +26,20 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
     return (1 - blend) * plain / rope.factor + blend * plain
 
 
-def rotations(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`(cos, sin)` of the angles at these positions, each `[n, 1, head_dim / 2]` of `dtype`."""
-    angles = positions.to(torch.float32)[:, None, None] * frequencies
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+def rotations(frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """`(cos, sin)` of the angles at these positions, each float32 `[n, head_dim / 2]`."""
+    angles = positions.to(torch.float32)[:, None] * frequencies
+    return angles.cos(), angles.sin()
 
 
 def rotate_(states: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotate `states [n, heads, head_dim]` in place by the angles of `rotations`.
+    """Rotate `states [n, heads, head_dim]` in place by cos, sin `[n, 1, head_dim / 2]`, its dtype.
 
-    Element `i` pairs with `i + head_dim / 2` (the Hugging Face order of Llama weights).
+    Element `i` pairs with `i + head_dim / 2` (the Hugging Face order of Llama weights). Every
+    product and sum is rounded by itself: `addcmul_` fuses them on some processors, and then a key's
+    bits would depend on the machine, and differ from those of `kernels/rope_write.py`.
     """
     low, high = states.chunk(2, dim=-1)
-    crossed = low * sin
-    low.mul_(cos).addcmul_(high, sin, value=-1)
-    high.mul_(cos).add_(crossed)
+    low_sin, high_sin = low * sin, high * sin
+    low.mul_(cos).sub_(high_sin)
+    high.mul_(cos).add_(low_sin)

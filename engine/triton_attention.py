@@ -10,7 +10,7 @@ from torch import Tensor
 from kvtier.engine.batch import Batch, Span
 from kvtier.kernels.paged_decode import paged_decode
 from kvtier.kernels.paged_prefill import paged_prefill
-from kvtier.kernels.write_kv import write_kv
+from kvtier.kernels.rope_write import rope_write
 
 
 class TritonAttention:
@@ -25,7 +25,7 @@ class TritonAttention:
     def preload(self, span: Span) -> None:
         """The pool is where the kernels read: nothing to get ready."""
 
-    def begin(self, batch: Batch) -> None:
+    def begin(self, batch: Batch, cos: Tensor, sin: Tensor) -> None:
         device = self._pool.device
         width = max(len(span.slots) for span in batch.spans)
         tables = torch.zeros((len(batch.spans), width), dtype=torch.int32)
@@ -35,14 +35,17 @@ class TritonAttention:
         contexts = torch.tensor([span.context for span in batch.spans], dtype=torch.int32)
         starts = counts.cumsum(0, dtype=torch.int32) - counts - batch.num_decode
         self._batch = batch
+        self._cos, self._sin = cos, sin
         self._tables = tables.to(device)
         self._counts, self._contexts = counts.to(device), contexts.to(device)
         self._starts = starts.to(device)
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, layer: int, states: Tensor) -> Tensor:
         assert self._batch is not None
         keys, values = self._pool[:, layer, 0], self._pool[:, layer, 1]
-        write_kv(key, value, keys, values, self._batch.slot_mapping)
+        kv_heads, slots = self._pool.shape[3], self._batch.slot_mapping
+        query, key, value = states.tensor_split((-2 * kv_heads, -kv_heads), dim=1)
+        query = rope_write(query, key, value, self._cos, self._sin, keys, values, slots)
         first = self._batch.num_decode
         out = []
         if first:

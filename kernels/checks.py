@@ -5,6 +5,7 @@ Every implementation of a kernel refuses the same calls with the same words. Val
 vouches for them.
 """
 
+import torch
 from torch import Tensor
 
 
@@ -21,6 +22,8 @@ def check_write(
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != key_pool.dtype:
             raise ValueError(f"{name}: want the pool's {key_pool.dtype}, got {tensor.dtype}")
+    for name, tensor in (("key", key), ("value", value)):
+        _check_contiguous_heads(name, tensor)
     _check_integers("slot_mapping", slot_mapping, (key.shape[0],), 8)
 
 
@@ -100,8 +103,7 @@ def _check_query(query: Tensor, key_pool: Tensor) -> None:
         raise ValueError(f"query: want {want}, got {list(query.shape)}")
     if query.dtype != key_pool.dtype:
         raise ValueError(f"query: want the pool's {key_pool.dtype}, got {query.dtype}")
-    if query.stride(2) != 1:
-        raise ValueError(f"query: head_dim must be contiguous, stride is {query.stride(2)}")
+    _check_contiguous_heads("query", query)
 
 
 def _check_tables(block_tables: Tensor, seqs: int) -> None:
@@ -116,3 +118,72 @@ def _check_integers(name: str, tensor: Tensor, shape: tuple[int, ...], nbytes: i
         raise ValueError(f"{name}: want int{8 * nbytes}, got {tensor.dtype}")
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name}: want shape {list(shape)}, got {list(tensor.shape)}")
+
+
+def check_rope_write(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scale: Tensor | None,
+    value_scale: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Raise ValueError naming the argument of `rope_write` that does not fit the others."""
+    _check_pools(key_pool, value_pool)
+    _, kv_heads, _, head_dim = key_pool.shape
+    if head_dim % 2:
+        raise ValueError(f"key_pool: want an even head_dim, got {head_dim}")
+    if query.dim() != 3 or query.shape[2] != head_dim:
+        raise ValueError(f"query: want [tokens, heads, {head_dim}], got {list(query.shape)}")
+    tokens = query.shape[0]
+    for name, tensor in (("key", key), ("value", value)):
+        if tuple(tensor.shape) != (tokens, kv_heads, head_dim):
+            want = f"[{tokens}, {kv_heads}, {head_dim}]"
+            raise ValueError(f"{name}: want {want}, got {list(tensor.shape)}")
+        if tensor.dtype != query.dtype:
+            raise ValueError(f"{name}: want query's {query.dtype}, got {tensor.dtype}")
+    fp8 = key_pool.dtype == torch.float8_e4m3fn
+    if not fp8 and key_pool.dtype != query.dtype:
+        raise ValueError(f"query: want the pool's {key_pool.dtype}, got {query.dtype}")
+    if out.shape != query.shape or out.dtype != query.dtype:
+        want = f"query's {list(query.shape)} of {query.dtype}"
+        raise ValueError(f"out: want {want}, got {list(out.shape)} of {out.dtype}")
+    for name, tensor in (("query", query), ("key", key), ("value", value), ("out", out)):
+        _check_contiguous_heads(name, tensor)
+    work = torch.promote_types(query.dtype, torch.float32)
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        if tuple(tensor.shape) != (tokens, head_dim // 2) or tensor.dtype != work:
+            want = f"[{tokens}, {head_dim // 2}] of {work}"
+            raise ValueError(f"{name}: want {want}, got {list(tensor.shape)} of {tensor.dtype}")
+    if cos.stride() != sin.stride() or cos.stride(1) != 1:
+        raise ValueError("cos: want sin's strides, angles contiguous")
+    _check_integers("slot_mapping", slot_mapping, (tokens,), 8)
+    _check_scales(key_scale, value_scale, kv_heads, fp8=fp8)
+
+
+def _check_scales(
+    key_scale: Tensor | None, value_scale: Tensor | None, kv_heads: int, *, fp8: bool
+) -> None:
+    if (key_scale is None) != (value_scale is None):
+        raise ValueError("key_scale: give both scales, or none")
+    for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
+        if scale is None:
+            continue
+        if not fp8:
+            raise ValueError(f"{name}: only FP8 pools are scaled")
+        if tuple(scale.shape) != (kv_heads,) or scale.dtype != torch.float32:
+            want = f"float32 [{kv_heads}]"
+            raise ValueError(f"{name}: want {want}, got {scale.dtype} {list(scale.shape)}")
+        if not scale.is_contiguous():
+            raise ValueError(f"{name}: must be contiguous")
+
+
+def _check_contiguous_heads(name: str, tensor: Tensor) -> None:
+    if tensor.stride(2) != 1:
+        raise ValueError(f"{name}: head_dim must be contiguous, stride is {tensor.stride(2)}")

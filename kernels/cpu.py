@@ -12,13 +12,15 @@ from kvtier.kernels.checks import (
     check_context,
     check_decode,
     check_prefill,
+    check_rope_write,
     check_rows,
     check_write,
 )
 from kvtier.kernels.cpu_attention import attend
 from kvtier.kernels.mirror import ContextMirror
+from kvtier.kernels.reference import rotate, rounded
 
-__all__ = ["ContextMirror", "paged_decode", "paged_prefill", "write_kv"]
+__all__ = ["ContextMirror", "paged_decode", "paged_prefill", "rope_write", "write_kv"]
 
 
 def write_kv(
@@ -29,12 +31,46 @@ def write_kv(
     No two tokens may name one slot. Raises ValueError on a shape or dtype that does not fit.
     """
     check_write(key, value, key_pool, value_pool, slot_mapping)
-    if bool((slot_mapping < 0).any()):
-        kept = slot_mapping >= 0
-        key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
-    blocks, offsets = slot_mapping // key_pool.shape[2], slot_mapping % key_pool.shape[2]
-    key_pool[blocks, :, offsets] = key
-    value_pool[blocks, :, offsets] = value
+    _scatter(key, value, key_pool, value_pool, slot_mapping)
+
+
+def rope_write(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Rotate query and key, write K and V; see the reference for shapes and meaning.
+
+    No two tokens may name one slot. Raises ValueError on a shape or dtype that does not fit.
+    """
+    out = query if out is None else out
+    check_rope_write(
+        query,
+        key,
+        value,
+        cos,
+        sin,
+        key_pool,
+        value_pool,
+        slot_mapping,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        out=out,
+    )
+    out.copy_(rotate(query, cos, sin))
+    keys = rounded(rotate(key, cos, sin), key_pool.dtype, key_scale)
+    values = rounded(value, value_pool.dtype, value_scale)
+    _scatter(keys, values, key_pool, value_pool, slot_mapping)
+    return out
 
 
 def paged_decode(
@@ -94,3 +130,15 @@ def _gather(
     keys = key_pool.index_select(0, blocks).transpose(0, 1).flatten(1, 2)
     values = value_pool.index_select(0, blocks).transpose(0, 1).flatten(1, 2)
     return keys[:, :context], values[:, :context]
+
+
+def _scatter(
+    key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, slot_mapping: Tensor
+) -> None:
+    """Rows of the pools' dtype into their slots, skipping those whose slot is -1."""
+    if bool((slot_mapping < 0).any()):
+        kept = slot_mapping >= 0
+        key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
+    blocks, offsets = slot_mapping // key_pool.shape[2], slot_mapping % key_pool.shape[2]
+    key_pool[blocks, :, offsets] = key
+    value_pool[blocks, :, offsets] = value

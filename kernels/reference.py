@@ -15,6 +15,7 @@ from kvtier.kernels.checks import (
     check_context,
     check_decode,
     check_prefill,
+    check_rope_write,
     check_rows,
     check_write,
 )
@@ -118,3 +119,72 @@ def attention(query: Tensor, key: Tensor, value: Tensor, start: int, scale: floa
     scores = scores.masked_fill(positions[None, :] > queries[:, None], float("-inf"))
     mixed = torch.einsum("kgnt,ktd->nkgd", scores.softmax(dim=-1), value.to(work))
     return mixed.reshape(rows, heads, head_dim).to(query.dtype)
+
+
+def rope_write(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`out = rotate(query)`, and `pool[slot // block_size, :, slot % block_size]` is the token's.
+
+    `rotate(x) = [low cos - high sin, high cos + low sin]` over the halves of head_dim. query
+    `[tokens, heads, head_dim]`; key, value `[tokens, kv_heads, head_dim]`; cos, sin
+    `[tokens, head_dim / 2]`, float32 (float64 for float64 queries), as is the arithmetic;
+    slot_mapping int64 `[tokens]`, where -1 writes no K and V. A float8_e4m3fn pool holds
+    `x / scale` (float32 `[kv_heads]`; None: 1), saturated at 448. `out` None rotates query in
+    place; key stays as it is. Returns the rotated query. Raises ValueError on a shape or dtype that
+    does not fit.
+    """
+    out = query if out is None else out
+    check_rope_write(
+        query,
+        key,
+        value,
+        cos,
+        sin,
+        key_pool,
+        value_pool,
+        slot_mapping,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        out=out,
+    )
+    out.copy_(rotate(query, cos, sin))
+    keys = rounded(rotate(key, cos, sin), key_pool.dtype, key_scale)
+    values = rounded(value, value_pool.dtype, value_scale)
+    block_size = key_pool.shape[2]
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            key_pool[slot // block_size, :, slot % block_size] = keys[token]
+            value_pool[slot // block_size, :, slot % block_size] = values[token]
+    return out
+
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`states [tokens, heads, head_dim]` rotated by cos, sin `[tokens, head_dim / 2]`; their dtype.
+
+    Every product and sum is rounded by itself.
+    """
+    low, high = states.to(cos.dtype).chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+
+def rounded(rows: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """`rows [tokens, kv_heads, head_dim]` as a pool of `dtype` holds them."""
+    if dtype != torch.float8_e4m3fn:
+        return rows.to(dtype)
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    if scale is not None:
+        rows = rows / scale[:, None]
+    return rows.clamp(-448.0, 448.0).to(dtype)

@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvtier.kernels import configs, paged_decode, paged_prefill, write_kv
+from kvtier.kernels import configs, paged_decode, paged_prefill, rope_write, write_kv
 
 BLOCK_SIZE = 16
 MODELS = [(32, 8, 128), (7, 1, 80)]
@@ -27,6 +27,10 @@ MODELS = [(32, 8, 128), (7, 1, 80)]
 POINTERS = {
     "partial_ptr": "*fp32",
     "weight_ptr": "*fp32",
+    "cos_ptr": "*fp32",
+    "sin_ptr": "*fp32",
+    "key_scale_ptr": "*fp32",
+    "value_scale_ptr": "*fp32",
     "slot_mapping_ptr": "*i64",
     "block_tables_ptr": "*i32",
     "context_lens_ptr": "*i32",
@@ -90,6 +94,11 @@ def main(arch: int) -> None:
                 write_kv.write_kv_kernel,
                 write_kv.write_kv_constants(kv_heads, head_dim, BLOCK_SIZE),
                 write_kv.OPTIONS,
+            ),
+            "rope_write": (
+                rope_write.rope_write_kernel,
+                rope_write.rope_write_constants(*model, fp8=False, scaled=False),
+                rope_write.OPTIONS,
             ),
             "paged_decode": (
                 paged_decode.paged_decode_kernel,

@@ -10,10 +10,12 @@ from torch import Tensor
 from kvtier.kernels import cpu, reference
 from kvtier.kernels import paged_decode as triton_decode
 from kvtier.kernels import paged_prefill as triton_prefill
+from kvtier.kernels import rope_write as triton_rope
 from kvtier.kernels import write_kv as triton_write
 
 CALLS: dict[str, list[Callable[..., Any]]] = {
     "write_kv": [triton_write.write_kv, cpu.write_kv, reference.write_kv],
+    "rope_write": [triton_rope.rope_write, cpu.rope_write, reference.rope_write],
     "paged_decode": [triton_decode.paged_decode, cpu.paged_decode, reference.paged_decode],
     "paged_prefill": [triton_prefill.paged_prefill, cpu.paged_prefill, reference.paged_prefill],
 }
@@ -30,6 +32,11 @@ def good(name: str) -> dict[str, Any]:
     if name == "write_kv":
         arguments |= {"key": torch.zeros((2, 2, 24)), "value": torch.zeros((2, 2, 24))}
         return arguments | {"slot_mapping": ints(2, dtype=torch.int64)}
+    if name == "rope_write":
+        arguments |= {name: torch.zeros((2, 2, 24)) for name in ("key", "value")}
+        arguments |= {"cos": torch.zeros((2, 12)), "sin": torch.zeros((2, 12))}
+        arguments |= {"query": torch.zeros((2, 4, 24))}
+        return arguments | {"slot_mapping": ints(2, dtype=torch.int64)}
     arguments |= {"query": torch.zeros((2, 4, 24)), "scale": 1.0}
     arguments |= {"block_tables": ints(2, 3), "context_lens": torch.tensor([1, 1]).int()}
     if name == "paged_prefill":
@@ -37,12 +44,53 @@ def good(name: str) -> dict[str, Any]:
     return arguments
 
 
+def odd_pool() -> Tensor:
+    return torch.zeros((3, 2, 16, 23))
+
+
+def fp8(**scales: Tensor) -> dict[str, Tensor]:
+    """Pools of FP8 with scales that fit, but for those given."""
+    pools = {name: torch.zeros((3, 2, 16, 24)).to(torch.float8_e4m3fn) for name in POOLS}
+    return {**pools, "key_scale": torch.ones(2), "value_scale": torch.ones(2), **scales}
+
+
+POOLS = ("key_pool", "value_pool")
+
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("write_kv", {"key": torch.zeros((2, 3, 24))}, "key: want"),
     ("write_kv", {"key": torch.zeros((2, 2, 24)).half()}, "key: want the pool's"),
     ("write_kv", {"value": torch.zeros((3, 2, 24))}, "value: want key's shape"),
     ("write_kv", {"slot_mapping": ints(2)}, "slot_mapping: want int64"),
     ("write_kv", {"slot_mapping": ints(3, dtype=torch.int64)}, "slot_mapping: want shape"),
+    ("write_kv", {"key": torch.zeros((2, 2, 48))[..., ::2]}, "key: head_dim must be"),
+    ("rope_write", {"query": torch.zeros((2, 4, 12))}, "query: want"),
+    ("rope_write", {"query": torch.zeros((2, 4, 48))[..., ::2]}, "query: head_dim must be"),
+    ("rope_write", {"key": torch.zeros((2, 3, 24))}, "key: want"),
+    ("rope_write", {"key": torch.zeros((3, 2, 24))}, "key: want"),
+    ("rope_write", {"value": torch.zeros((2, 2, 24)).half()}, "value: want query's"),
+    ("rope_write", {"value": torch.zeros((2, 2, 48))[..., ::2]}, "value: head_dim must be"),
+    ("rope_write", {"key_pool": odd_pool(), "value_pool": odd_pool()}, "key_pool: want an even"),
+    (
+        "rope_write",
+        {name: torch.zeros((2, 2, 24)).half() for name in ("query", "key", "value")},
+        "query: want the pool's",
+    ),
+    ("rope_write", {"cos": torch.zeros((2, 24))}, "cos: want"),
+    ("rope_write", {"sin": torch.zeros((2, 12)).half()}, "sin: want"),
+    ("rope_write", {"sin": torch.zeros((12, 2)).t()}, "cos: want sin's strides"),
+    ("rope_write", {"slot_mapping": ints(2)}, "slot_mapping: want int64"),
+    ("rope_write", {"out": torch.zeros((2, 4, 24)).half()}, "out: want"),
+    ("rope_write", {"out": torch.zeros((2, 3, 24))}, "out: want"),
+    ("rope_write", {"out": torch.zeros((2, 4, 48))[..., ::2]}, "out: head_dim must be"),
+    ("rope_write", {"key_scale": torch.ones(2)}, "key_scale: give both"),
+    (
+        "rope_write",
+        {"key_scale": torch.ones(2), "value_scale": torch.ones(2)},
+        "key_scale: only FP8",
+    ),
+    ("rope_write", fp8(key_scale=torch.ones(3)), "key_scale: want float32"),
+    ("rope_write", fp8(value_scale=torch.ones(2).double()), "value_scale: want float32"),
+    ("rope_write", fp8(value_scale=torch.ones(4)[::2]), "value_scale: must be contiguous"),
     ("paged_decode", {"key_pool": torch.zeros((3, 2, 16))}, "key_pool: want"),
     ("paged_decode", {"value_pool": torch.zeros((3, 2, 16, 24))}, "value_pool: want key_pool's"),
     ("paged_decode", {"query": torch.zeros((2, 5, 24))}, "query: want"),
