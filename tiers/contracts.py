@@ -125,15 +125,14 @@ class Flight:
         """True while nobody waits for it."""
         return self._background
 
-    def join(self, deadline: float | None, *, background: bool) -> None:
-        """Somebody else wants it too: the later deadline holds, and who waits makes it urgent.
+    def agree(self, deadline: float | None, *, background: bool) -> None:
+        """These are the terms now of all who want it together: another came, or one has gone.
 
         If it was cancelled, it is wanted again; what was dropped by then stays failed.
         """
         self._cancelled = False
-        if deadline is None or (self._deadline is not None and deadline > self._deadline):
-            self._deadline = deadline
-        self._background = self._background and background
+        self._deadline = deadline
+        self._background = background
 
     @property
     def unread(self) -> int:
@@ -277,7 +276,7 @@ class Fetch:
     """`time.monotonic` seconds: reads not begun by then are dropped, and fail. None: no limit."""
     background: bool = False
     """Nobody waits for it: reads that somebody waits for go first, and it takes part of the threads
-    only. `Flight.join` changes both for the fetch under way."""
+    only. `Flight.agree` changes both for the fetch under way, either way."""
 
 
 @dataclass(frozen=True)

@@ -159,13 +159,14 @@ class Ledger:
                     background=terms.background,
                 )
             )
-        self._moves.append(Move(flight, ids, below, col, slots, arrived))
+        self._moves.append(Move(flight, ids, below, col, slots, arrived, wanted={terms}))
 
-    def join_fetches(self, ids: BlockIds, terms: Terms) -> None:
-        """Somebody else wants these blocks: where a fetch is bringing them, on his terms too."""
+    def join_moves(self, ids: BlockIds, terms: Terms) -> None:
+        """Somebody else wants these blocks: what is bringing them up does it on his terms too."""
         for move in self._moves:
-            if move.src == self.store_col and np.isin(ids, move.ids).any():
-                move.flight.join(terms.deadline, background=terms.background)
+            if move.dst < move.src and np.isin(ids, move.ids).any():
+                move.wanted.add(terms)
+                move.agree()
 
     def prefetch_room(self) -> int:
         """How many blocks one more fetch in the background may bring now."""
@@ -189,13 +190,21 @@ class Ledger:
                 stalled |= np.isin(ids, move.ids[move.flight.status == PENDING])
         return stalled
 
-    def call_off(self, ids: BlockIds) -> None:
-        """One who wanted these blocks has gone: fetches for nobody else may end early."""
+    def call_off(self, terms: Terms, instead: Terms | None = None) -> None:
+        """Whose terms these are wants blocks no more, or on other terms now.
+
+        What comes up for others goes on for them, no faster than they want it. What comes for
+        nobody, and has not begun, is dropped.
+        """
         for move in self._moves:
-            if move.src != self.store_col or not np.isin(move.ids, ids).any():
+            if terms not in move.wanted or move.flight.done:
                 continue
-            pending = move.ids[move.flight.status == PENDING]
-            if not any(self.index.is_pinned(col, pending).any() for col in range(self.store_col)):
+            move.wanted.remove(terms)
+            if instead is not None:
+                move.wanted.add(instead)
+            if move.wanted:
+                move.agree()
+            else:
                 move.flight.cancel()
 
     def made(self, ids: BlockIds, slots: Slots) -> None:

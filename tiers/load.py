@@ -12,6 +12,7 @@ Called with the cache's lock held.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from kvtier.index.radix import RadixIndex
 from kvtier.index.words import ROOT_KEY, BlockIds, BlockKey, TierId, Tokens, block_keys
 from kvtier.tiers.contracts import Answer
 from kvtier.tiers.ledger import Ledger
-from kvtier.tiers.moves import ANY_TIME, Mask, Terms
+from kvtier.tiers.moves import Mask, Terms
 
 
 class Load:
@@ -27,9 +28,9 @@ class Load:
 
     With `col` the store's column nothing moves: it only finds out.
     `known` are the tiers an earlier load found the first blocks in, for the record. `asks`: it is a
-    request's, from which the sieve and the store learn. At `terms.deadline` it ends by itself. In
-    the background it reads from the store piece by piece, as much at a time as the ledger allows
-    all such loads together.
+    request's, from which the sieve and the store learn. `terms`, its own: at their deadline it ends
+    by itself (without them it waits for as long as it takes); in the background it reads from the
+    store piece by piece, as much at a time as the ledger allows all such loads together.
     """
 
     def __init__(
@@ -39,11 +40,11 @@ class Load:
         tokens: Tokens,
         col: int,
         known: Sequence[TierId] = (),
-        terms: Terms = ANY_TIME,
+        terms: Terms | None = None,
         *,
         asks: bool = False,
     ) -> None:
-        self.terms = terms
+        self.terms = terms or Terms()
         self._ledger = ledger
         self._index = ledger.index
         self._namespace = namespace
@@ -93,6 +94,7 @@ class Load:
         deadline = self.terms.deadline
         if deadline is not None and self._ledger.clock() >= deadline:
             self.settle()
+            self._ledger.call_off(self.terms)
             return
         for col in reversed(self._cols):
             self._lift(col)
@@ -101,7 +103,8 @@ class Load:
             self.settle()
 
     def settle(self) -> None:
-        """End now with the contiguous part that has arrived; the rest may land for others."""
+        """End now with the contiguous part that has arrived; the rest may land for others, who
+        need not hurry for it any more."""
         if self._ended:
             return
         self._ended = True
@@ -112,14 +115,17 @@ class Load:
             self._index.unpin(col, self.ids[self.arrived :])
         self.ids = self.ids[:kept]
         self.sources = self.sources[: self.arrived]
+        waited, self.terms = self.terms, replace(self.terms, background=True)
+        self._ledger.call_off(waited, instead=self.terms)
 
     def close(self) -> None:
-        """Settle, and drop the pins. `sources` stays, for the record."""
-        left_early, wanted = not self._ended, self.ids
+        """Settle, and drop the pins; also what has not begun, if it ends by this. `sources` stays,
+        for the record."""
+        left_early = not self._ended
         self.settle()
         self._index.unpin(self._home, self.ids)
         if left_early:
-            self._ledger.call_off(wanted)
+            self._ledger.call_off(self.terms)
         self.ids = self.ids[:0]
 
     # ---- inside ----------------------------------------------------------------------------------
@@ -165,8 +171,8 @@ class Load:
             rest = self.ids[self._next[col] :]
             lacking = self._lacking(col, rest)
             skip = leading(~lacking)
-            if skip and col + 1 == ledger.store_col:
-                ledger.join_fetches(rest[:skip], self.terms)
+            if skip:
+                ledger.join_moves(rest[:skip], self.terms)
             self._next[col] += skip
             rest, lacking = rest[skip:], lacking[skip:]
             if not len(rest):

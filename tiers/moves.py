@@ -4,7 +4,7 @@ Values and arithmetic only; nothing here starts, ends or waits for anything.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -15,16 +15,15 @@ from kvtier.tiers.contracts import LANDED, Answer, Flight
 Mask = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Terms:
-    """How somebody wants blocks: until when (the cache's clock), and whether he waits for them."""
+    """How somebody wants blocks: until when (the cache's clock), and whether he waits for them.
+
+    Each is one's own: who says it, says by it later that he wants them no more.
+    """
 
     deadline: float | None = None
     background: bool = False
-
-
-ANY_TIME = Terms()
-"""Somebody waits, for as long as it takes."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,8 @@ class Move:
     """Blocks `ids` being copied from level `src` to level `dst`.
 
     `slots` are the destination's (None when `dst` is the store). `arrived(position, tier)` tells
-    whoever asked where a block really came from. `background`: nobody waits for it.
+    whoever asked where a block really came from. `background`: nobody waits for it. `wanted`: the
+    terms of all who want what comes up.
     """
 
     flight: Flight
@@ -42,6 +42,14 @@ class Move:
     slots: Slots | None
     arrived: Callable[[int, TierId | None], None] | None = None
     background: bool = False
+    wanted: set[Terms] = field(default_factory=set)
+
+    def agree(self) -> None:
+        """Hold to the latest deadline of all who want it, and hurry if one of them waits."""
+        deadlines = [terms.deadline for terms in self.wanted]
+        limits = [deadline for deadline in deadlines if deadline is not None]
+        deadline = max(limits) if limits and len(limits) == len(deadlines) else None
+        self.flight.agree(deadline, background=all(terms.background for terms in self.wanted))
 
 
 @dataclass

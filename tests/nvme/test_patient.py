@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
+
 from kvtier.index.words import TierId
 from kvtier.tiers.contracts import LANDED, Bytes, Fetch, Flight
 from kvtier.tiers.nvme.watch import Call, Watch
@@ -81,11 +83,39 @@ def test_a_prefetch_that_somebody_has_come_to_wait_for_waits_no_longer(tmp_path:
         assert files.entered.wait(20)
         second = begin(rig, branch(9, 1), background=True)
         wait_for(lambda: len(queue(rig)[1]) == len(theirs) - 1 + len(mine))
-        second.join(None, background=False)
+        second.agree(None, background=False)
         files.release()
         rig.settle(first)
         rig.settle(second)
         assert files.reads == [theirs[0], *mine, *theirs[1:]]
+
+
+def test_a_read_that_nobody_waits_for_any_more_is_overtaken(tmp_path: Path) -> None:
+    with one_reader(tmp_path / "s") as (rig, files, (mine, theirs)):
+        left = begin(rig, branch(9, 1), background=False)
+        assert files.entered.wait(20)
+        demand = begin(rig, branch(9, 2), background=False)
+        wait_for(lambda: len(queue(rig)[0]) == len(mine) - 1 + len(theirs))
+        left.agree(None, background=True)
+        files.release()
+        rig.settle(demand)
+        rig.settle(left)
+        assert files.reads == [mine[0], *theirs, *mine[1:]]
+        assert (left.status == LANDED).all()
+
+
+def test_what_was_called_off_is_not_read(tmp_path: Path) -> None:
+    with one_reader(tmp_path / "s") as (rig, files, (mine, theirs)):
+        left = begin(rig, branch(9, 1), background=False)
+        assert files.entered.wait(20)
+        demand = begin(rig, branch(9, 2), background=False)
+        wait_for(lambda: len(queue(rig)[0]) == len(mine) - 1 + len(theirs))
+        left.cancel()
+        files.release()
+        rig.settle(demand)
+        rig.settle(left)
+        assert files.reads == [mine[0], *theirs]
+        assert 0 < np.count_nonzero(left.status == LANDED) < 9
 
 
 def queue(rig: Rig) -> tuple[Sequence[object], Sequence[object]]:

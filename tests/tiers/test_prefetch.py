@@ -7,10 +7,15 @@ import numpy as np
 import pytest
 
 from kvtier.index.words import TierId
-from kvtier.tiers.contracts import Fetch, Flight
+from kvtier.tiers.contracts import LANDED, Fetch, Flight
 from kvtier.tiers.lease import Ticket
 from tests.tiers.cache_rig import BLOCK_SIZE, NAMESPACE, doc, keys_of
 from tests.tiers.sim_rig import SimRig
+
+
+def terms_of(flight: Flight) -> tuple[float | None, bool, bool]:
+    """By when it is wanted, whether nobody waits for it, whether it was called off."""
+    return flight.deadline, flight.background, flight.cancelled
 
 
 class HintRig(SimRig):
@@ -171,6 +176,70 @@ def test_loading_ends_at_the_deadline_of_a_request() -> None:
     assert lease.landed_blocks == landed
     rig.cache.release(lease)
     rig.settle()
+
+
+def test_a_request_that_has_gone_leaves_a_read_to_the_deadline_of_who_is_left() -> None:
+    rig = HintRig.stored(6)
+    lease = rig.cache.acquire(NAMESPACE, doc(1, 6), deadline=5.0)
+    rig.found()
+    ((_, flight),) = rig.fetches
+    patient = rig.cache.acquire(NAMESPACE, doc(1, 6))
+    later = rig.cache.acquire(NAMESPACE, doc(1, 6), deadline=7.0)
+    assert terms_of(flight) == (None, False, False)
+    rig.cache.release(patient)
+    assert terms_of(flight) == (7.0, False, False)
+    rig.cache.release(later)
+    assert terms_of(flight) == (5.0, False, False)
+    rig.wait(lease.ticket)
+    assert lease.landed_blocks == 6
+    rig.cache.release(lease)
+    rig.settle()
+
+
+def test_a_load_that_ends_at_its_deadline_leaves_its_reads_to_who_does_not_wait() -> None:
+    rig = HintRig.stored(3)
+    hint = rig.cache.prefetch(NAMESPACE, doc(1, 3))
+    rig.found()
+    lease = rig.cache.acquire(NAMESPACE, doc(1, 3), deadline=rig.cache.clock() + 5)
+    ((_, flight),) = rig.fetches
+    assert (flight.deadline, flight.background) == (None, False)
+    rig.device.advance(6)
+    assert lease.ticket.done()
+    assert terms_of(flight) == (None, True, False)
+    rig.wait(hint)
+    assert rig.in_dram(3)
+    hint.close()
+    rig.cache.release(lease)
+    rig.settle()
+
+
+def test_a_load_that_ends_at_its_deadline_calls_off_what_nobody_else_wants() -> None:
+    rig = HintRig.stored(6)
+    lease = rig.cache.acquire(NAMESPACE, doc(1, 6), deadline=rig.cache.clock() + 5)
+    rig.found()
+    ((_, flight),) = rig.fetches
+    rig.device.advance(6)
+    assert lease.ticket.done()
+    assert flight.cancelled
+    rig.settle()  # the lease is still held
+    assert not (flight.status == LANDED).any()
+    rig.cache.release(lease)
+
+
+def test_what_a_request_stops_waiting_for_is_read_on_in_the_background() -> None:
+    rig = HintRig.stored(6)
+    lease = rig.cache.acquire(NAMESPACE, doc(1, 6))
+    rig.found()
+    ((_, flight),) = rig.fetches
+    lease.ticket.settle()
+    assert (flight.background, flight.cancelled) == (True, False)
+    again = rig.cache.acquire(NAMESPACE, doc(1, 6))
+    assert not flight.background
+    rig.cache.release(again)
+    rig.cache.release(lease)
+    assert (flight.background, flight.cancelled) == (True, False)
+    rig.settle()
+    assert rig.in_dram(6)
 
 
 def test_a_prefetch_that_is_closed_is_not_read_on() -> None:

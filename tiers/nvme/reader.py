@@ -260,8 +260,9 @@ class Reader:
         target = min(RUN_BYTES, max(_MIN_RUN_BYTES, nbytes // self._threads))
         slots = request.slots.tolist()
         runs: list[Run] = []
-        hurried = (lambda: not flight.background) if request.background else None
-        reads: Batch[Damage | None] = Batch(core.workers, Call.READ, urgent=True, hurried=hurried)
+        reads: Batch[Damage | None] = Batch(
+            core.workers, Call.READ, urgent=True, hurried=lambda: not flight.background
+        )
         found, error = 0, None
         try:
             for span in core.catalogue.walk(request.namespace, request.keys, core.now()):

@@ -62,7 +62,7 @@ class Batch(Generic[T]):
         urgent: bool,
         hurried: Callable[[], bool] | None = None,
     ) -> None:
-        """`hurried`: the jobs are patient ones until it says True."""
+        """`hurried`: the jobs are patient ones while it says False."""
         self._workers = workers
         self._call = call
         self._urgent = urgent
@@ -109,8 +109,8 @@ class Batch(Generic[T]):
 
 
 @dataclass(frozen=True, eq=False)
-class _Patient:
-    """A job that waits for others until `hurried` says True."""
+class _Job:
+    """A job that waits for others while `hurried` says False."""
 
     run: Callable[[Scratch], None]
     hurried: Callable[[], bool]
@@ -124,8 +124,8 @@ class Workers:
         self.watch = watch
         self._executor = DaemonExecutor(threads, "kvtier-nvme-io")
         self._wake = threading.Condition()
-        self._urgent: deque[Callable[[Scratch], None]] = deque()
-        self._patient: deque[_Patient] = deque()
+        self._urgent: deque[_Job] = deque()
+        self._patient: deque[_Job] = deque()
         self._background: deque[Callable[[Scratch], None]] = deque()
         self._most_patient = max(1, threads // 4)
         self._num_patient = 0
@@ -180,12 +180,14 @@ class Workers:
         urgent: bool,
         hurried: Callable[[], bool] | None = None,
     ) -> None:
-        """Have a worker call `run`, which must not raise. `hurried`: as a patient job."""
+        """Have a worker call `run`, which must not raise. `hurried`: whether an urgent job is one
+        now; it is asked again and again, with a lock held, until the job begins."""
         with self._wake:
-            if hurried is not None:
-                self._patient.append(_Patient(run, hurried))
+            if urgent:
+                job = _Job(run, hurried or _always)
+                (self._urgent if job.hurried() else self._patient).append(job)
             else:
-                (self._urgent if urgent else self._background).append(run)
+                self._background.append(run)
             self._wake.notify()
 
     async def drain(self) -> None:
@@ -223,14 +225,21 @@ class Workers:
                 self._patient.remove(job)
                 self._wake.notify()  # nobody was told of it: there may be more, and idle threads
                 return job.run, False
-        if self._urgent:
-            return self._urgent.popleft(), False
+        while self._urgent:
+            job = self._urgent.popleft()
+            if job.hurried():
+                return job.run, False
+            self._patient.append(job)  # who waited for it has gone
         waiting = bool(self._patient) and self._num_patient < self._most_patient
         if waiting and not (self._background and self._patient_last):
             self._patient_last = True
             return self._patient.popleft().run, True
         self._patient_last = False
         return (self._background.popleft(), False) if self._background else None
+
+
+def _always() -> bool:
+    return True
 
 
 def _settle(future: "asyncio.Future[Any]", result: Any, error: BaseException | None) -> None:
