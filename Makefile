@@ -5,6 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  ?=
 N      ?= 1000
+SEEDS  ?= 10000
 LOG    ?= docs/results/crash.jsonl
 export PYTHONSAFEPATH := 1
 
@@ -25,8 +26,9 @@ demo: install
 test: install
 	$(BIN)/python -m pytest -q
 
+# SEEDS: how many programs of copies are judged on the simulated device.
 stress: install
-	$(BIN)/python -m pytest -q -m stress
+	SEEDS=$(SEEDS) $(BIN)/python -m pytest -q -m stress
 
 # Kill a store's process N times, at random instants and at chosen calls; counts add up in LOG.
 crash: install

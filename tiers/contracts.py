@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.index.words import BlockKey, Slots, TierId, Tokens
+from kvtier.tiers.errors import CalledOff
 
 Bytes = npt.NDArray[np.uint8]
 Checksums = npt.NDArray[np.uint64]
@@ -62,6 +63,7 @@ class Flight:
 
     Worker threads report with `land` and `fail`; the cache reads with `news`. Completion is polled:
     no worker calls into the cache, it only wakes `signal`. Every block ends LANDED or FAILED, once.
+    A block that was called off before anything was done about it ends FAILED as well.
     """
 
     def __init__(
@@ -76,6 +78,8 @@ class Flight:
         self.checksums: Checksums = np.zeros(n, np.uint64)
         self.sources: list[TierId | None] = [None] * n
         self.error: Exception | None = None
+        self.busy_s = 0.0
+        self.called_off = 0
         self._signal = signal
         self._open = n
         self._seen = np.zeros(n, np.bool_)
@@ -92,6 +96,16 @@ class Flight:
     def done(self) -> bool:
         """True once every block has landed or failed."""
         return self._open == 0
+
+    @property
+    def pending(self) -> int:
+        """Blocks whose outcome is not known yet."""
+        return self._open
+
+    @property
+    def landed(self) -> int:
+        """Blocks that have arrived."""
+        return int(np.count_nonzero(self.status == LANDED))
 
     @property
     def stalled(self) -> bool:
@@ -119,6 +133,10 @@ class Flight:
     def deadline(self) -> float | None:
         """`Fetch.deadline`, as whoever wants it longest gives it."""
         return self._deadline
+
+    def is_off(self, now: float) -> bool:
+        """Whether what is not begun by `now` (the clock of `deadline`) is to be dropped."""
+        return self._cancelled or (self._deadline is not None and now >= self._deadline)
 
     @property
     def background(self) -> bool:
@@ -149,9 +167,14 @@ class Flight:
         blocks: Sequence[int] | npt.NDArray[np.integer],
         checksums: Checksums | None = None,
         source: TierId | None = None,
+        busy_s: float = 0.0,
     ) -> None:
-        """These blocks' bytes are at the destination and verified. `checksums`: xxh3-64 of each."""
+        """These blocks' bytes are at the destination and verified.
+
+        `checksums`: xxh3-64 of each; `busy_s`: how long the link was busy with them, if known.
+        """
         with self._lock:
+            self.busy_s += busy_s
             if isinstance(blocks, range) and self._is_pending(blocks):
                 where = slice(blocks.start, blocks.stop)
                 if checksums is not None:
@@ -181,6 +204,11 @@ class Flight:
                     self._open -= 1
             self.error = self.error or error
         self._signal.notify()
+
+    def call_off(self, blocks: Sequence[int] | npt.NDArray[np.integer]) -> None:
+        """These blocks were not begun, and will not be: see `is_off`."""
+        self.called_off += len(blocks)
+        self.fail(blocks, CalledOff("called off, or too late, before the copy began"))
 
     def _is_pending(self, blocks: range) -> bool:
         return blocks.step == 1 and not self.status[blocks.start : blocks.stop].any()

@@ -8,8 +8,10 @@ needed is the mover's business, which blocks move is the cache's.
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -76,7 +78,9 @@ class Device(Protocol):
         """Queue copies behind the stream's earlier work and `after`.
 
         Copy i lands or fails as block i of `flight`, with the xxh3-64 of the bytes that arrived if
-        `checksum`. Errors go to the flight. The event is done when no copy touches memory any more.
+        `checksum`, and the time it took where the device can tell. Copies that have not begun when
+        `flight.is_off` are called off. Errors go to the flight. The event is done when no copy
+        touches memory any more.
         """
         ...
 
@@ -127,7 +131,11 @@ class JobEvent:
         return problem if isinstance(problem, Exception) else None
 
     def wait(self, timeout_s: float | None) -> bool:
-        return bool(wait([self._job], timeout_s).done)
+        try:
+            self._job.exception(timeout_s)
+        except TimeoutError:
+            return False
+        return True
 
 
 def coalesce(copies: Sequence[Copy], limit_bytes: int) -> list[range]:
@@ -161,15 +169,20 @@ class CpuDevice:
 
     Compute is synchronous: its events are past when recorded, and fencing it blocks the caller.
     Pools must show their bytes as `array`, uint8 `[num_slots, stride]`. A job that fails ends its
-    flight and its event; the thread goes on with the next.
+    flight and its event; the thread goes on with the next. `clock` is that of deadlines; `worker`
+    makes what runs a stream's jobs, one after the other.
     """
 
-    def __init__(self, signal: Signal) -> None:
+    def __init__(
+        self,
+        signal: Signal,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        worker: Callable[[str], Executor] | None = None,
+    ) -> None:
         self.signal = signal
-        self._threads = {
-            stream: ThreadPoolExecutor(1, f"kvtier-{stream}", _be_nice, (niceness,))
-            for stream, niceness in _NICENESS.items()
-        }
+        self._clock = clock
+        self._threads = {stream: (worker or _thread)(stream) for stream in _NICENESS}
 
     def submit(
         self,
@@ -182,7 +195,8 @@ class CpuDevice:
     ) -> Event:
         limit = _HASHED_BYTES if checksum else LANDING_BYTES
         runs = _lay_out(copies, coalesce(copies, limit))
-        return self._start(stream, lambda: _carry_out(runs, after, flight, checksum=checksum))
+        job = partial(_carry_out, runs, after, flight, self._clock, checksum=checksum)
+        return self._start(stream, job)
 
     def record(self, stream: str) -> Event:
         return PAST if stream == COMPUTE else self._start(stream, lambda: None)
@@ -206,22 +220,35 @@ class CpuDevice:
 
 
 def _carry_out(
-    runs: Sequence[_Run], after: Sequence[Event], flight: Flight, *, checksum: bool
+    runs: Sequence[_Run],
+    after: Sequence[Event],
+    flight: Flight,
+    clock: Callable[[], float],
+    *,
+    checksum: bool,
 ) -> None:
     try:
         _await(after)
+        began = clock()
         waiting: list[int] = []
         sums: list[int] = []
         nbytes = 0
-        for run in runs:
-            np.copyto(run.dst, run.src)
-            waiting += run.blocks
-            if checksum:
-                sums += [xxh3_64_intdigest(block) for block in run.dst]
-            nbytes += run.dst.size
-            if nbytes >= LANDING_BYTES or run is runs[-1]:
-                flight.land(waiting, np.array(sums, np.uint64) if checksum else None)
-                waiting, sums, nbytes = [], [], 0
+        for at, run in enumerate(runs):
+            is_off = flight.is_off(clock())
+            if not is_off:
+                np.copyto(run.dst, run.src)
+                waiting += run.blocks
+                if checksum:
+                    sums += [xxh3_64_intdigest(block) for block in run.dst]
+                nbytes += run.dst.size
+            if nbytes >= LANDING_BYTES or run is runs[-1] or is_off:
+                now = clock()
+                digests = np.array(sums, np.uint64) if checksum else None
+                flight.land(waiting, digests, busy_s=now - began)
+                began, waiting, sums, nbytes = now, [], [], 0
+            if is_off:
+                flight.call_off([block for rest in runs[at:] for block in rest.blocks])
+                break
     except BaseException as error:
         flight.fail_rest(error if isinstance(error, Exception) else None)
         raise
@@ -261,6 +288,10 @@ def rows(pool: Pool, slot: int, n: int) -> Bytes:
 def _await(events: Sequence[Event]) -> None:
     for event in events:
         event.wait(None)
+
+
+def _thread(stream: str) -> Executor:
+    return ThreadPoolExecutor(1, f"kvtier-{stream}", _be_nice, (_NICENESS[stream],))
 
 
 def _be_nice(niceness: int) -> None:

@@ -56,6 +56,10 @@ class SidecarUnavailable(KvtierError):
     """No sidecar answers at the socket, or it refused the hello."""
 
 
+class CalledOff(KvtierError):
+    """A copy that nobody wanted any more, or that came too late, was not begun. Ask again."""
+
+
 class LaunchRefused(Exception):
     """A kernel launch named a slot it may not read. A bug in the caller, so not a `KvtierError`."""
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from kvtier.index.radix import RadixIndex
 from kvtier.index.words import BlockIds, BlockKey, Residency, Slots, TierId
 from kvtier.tiers.contracts import PENDING, Fetch, Flight, Pool, Put, Store
+from kvtier.tiers.device import D2H, H2D
 from kvtier.tiers.guard import SlotBook, SlotUse
 from kvtier.tiers.mover import Mover
 from kvtier.tiers.moves import Doubt, Mask, Move, TailCopy, Terms, branch_runs
@@ -141,7 +142,11 @@ class Ledger:
         if below < len(self.pools):
             self.index.pin(below, ids)
             flight = self._mover().promote(
-                self.pools[below], self.index.slots(below, ids), self.pools[col], slots
+                self.pools[below],
+                self.index.slots(below, ids),
+                self.pools[col],
+                slots,
+                deadline=terms.deadline,
             )
         else:
             namespace, parent, keys, prefix = self._address(ids)
@@ -230,7 +235,7 @@ class Ledger:
         if below == self.store_col:
             self._put(ids, col)
             return len(ids)
-        slots = self.take(below, len(ids))
+        slots = self._take(below, self._startable(D2H, len(ids), col, below))
         # Making room may have sent some of them down already, as ancestors of what had to go.
         started = ids[self.lacks(below, ids)][: len(slots)]
         if len(started) < len(slots):
@@ -410,10 +415,26 @@ class Ledger:
     # ---- room ------------------------------------------------------------------------------------
 
     def take(self, col: int, n: int) -> Slots:
-        """Up to `n` slots of pool `col`, now: free ones, then those of clean blocks.
+        """Up to `n` slots of pool `col` for blocks on their way up, as many as may start now.
 
-        Blocks without a copy below are sent down; their slots come free later.
+        Free ones, then those of clean blocks. Blocks without a copy below are sent down; their
+        slots come free later.
         """
+        below = col + 1
+        if below < len(self.pools):
+            n = self._startable(H2D, n, below, col)
+        return self._take(col, n)
+
+    def _startable(self, stream: str, n: int, src: int, dst: int) -> int:
+        """How many of `n` blocks may start from pool `src` to `dst`, by what is under way there.
+
+        One always, where nothing is: a link that others fill stops nobody.
+        """
+        room = self._mover().room(stream) // self.pools[dst].block_bytes
+        under_way = any(move.src == src and move.dst == dst for move in self._moves)
+        return min(n, max(room, 0 if under_way else 1))
+
+    def _take(self, col: int, n: int) -> Slots:
         pool = self.pools[col]
         if pool.num_free < n:
             self.evict(col, n - pool.num_free)
@@ -505,10 +526,6 @@ class Ledger:
 
     def _is_idle(self, col: int, slots: Slots) -> bool:
         """Whether no copy and no compute has business with these slots."""
-        # Compute that writes on in a tail hides from the mover who still copies it.
-        for tail in self._tails if col == 0 else ():
-            if np.isin(slots, tail.src).any() or np.isin(slots, tail.dst).any():
-                return False
         return self.mover is None or self.mover.idle(self.pools[col], slots)
 
     def _is_refused(self, col: int, ids: BlockIds) -> Mask:

@@ -76,6 +76,8 @@ class SimDevice:
     `choose(n)` picks one of `range(n)`: pass a seed, or a function of the test. `faults(name)` is
     asked before each copy of a block whether it fails; names read "copy hbm[3] to dram[5] on d2h".
 
+    `copy_s`: virtual seconds that each block's copy takes while it runs.
+
     With `async_compute`, "compute" is a stream like the others, to be fed by `launch`, as on a GPU.
     Without, it is the calling thread, as on a CPU: its events are past, and `wait_for` runs what
     it waits for.
@@ -88,7 +90,9 @@ class SimDevice:
         *,
         faults: Callable[[str], bool] | None = None,
         async_compute: bool = False,
+        copy_s: float = 0.0,
     ) -> None:
+        self.copy_s = copy_s
         self.choose = Random(choose).randrange if isinstance(choose, int) else choose
         self.signal = SimSignal() if signal is None else signal
         self.signal.device = self
@@ -134,6 +138,20 @@ class SimDevice:
             pass
 
     # ---- work -------------------------------------------------------------------------------
+
+    def touch(
+        self, name: str, *, reads: Iterable[Place] = (), writes: Iterable[Place] = ()
+    ) -> None:
+        """The calling thread reads and writes these places itself, now.
+
+        Raises `HazardError` while work that is still queued has business with them.
+        """
+        operation = Operation(name, _nothing, ())
+        for place in reads:
+            self._hazards.read(operation, place)
+        for place in writes:
+            self._hazards.write(operation, place)
+        operation.done = True
 
     def schedule(
         self,
@@ -224,6 +242,10 @@ class SimDevice:
         target = rows(copy.dst, copy.dst_slot, 1)[0]
 
         def move() -> None:
+            if flight.is_off(self.clock()):
+                flight.call_off([block])
+                return
+            self.advance(self.copy_s)
             if self.faults(name):
                 target[:] = GARBAGE
                 error = FaultInjected(name)
@@ -231,7 +253,7 @@ class SimDevice:
                 raise error
             target[:] = rows(copy.src, copy.src_slot, 1)[0]
             digest = np.array([xxh3_64_intdigest(target)], np.uint64) if checksum else None
-            flight.land([block], digest)
+            flight.land([block], digest, busy_s=self.copy_s)
 
         self.spoil((copy.dst, copy.dst_slot))
         return self.schedule(
@@ -463,6 +485,10 @@ def places(pool: Pool, slots: Slots) -> list[Place]:
 
 def _operations(event: Event) -> list[Operation]:
     return [event.operation] if isinstance(event, SimEvent) else []
+
+
+def _nothing() -> None:
+    """What the calling thread does is done."""
 
 
 def _never(name: str) -> bool:

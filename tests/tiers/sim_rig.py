@@ -1,25 +1,26 @@
 """The cache rig on the simulated device: failures, deadlines and time, in an order we choose."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from kvtier.index.words import TierId, Tokens
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.lease import Lease
 from kvtier.tiers.mover import Mover
-from kvtier.tiers.pool import ArrayPool
 from kvtier.tiers.simulated import SimDevice, SimStore, places
 from tests.prf import block_bytes
 from tests.tiers.cache_rig import BLOCK_BYTES, BLOCK_SIZE, NAMESPACE, Rig, doc, keys_of
+from tests.tiers.judged import JudgedPool
 
 
 class SimRig(Rig):
     """A rig whose copies run when the test says so, and fail when it says so.
 
-    `options` go to the cache.
+    `seed` decides what the device does next (or a function does); `options` go to the cache.
     """
 
     device: SimDevice
+    pools: Sequence[JudgedPool]
     store: SimStore
     mover: Mover
     broken: Callable[[str], bool]
@@ -33,15 +34,16 @@ class SimRig(Rig):
         *,
         store: bool = True,
         async_compute: bool = False,
-        seed: int = 7,
+        seed: int | Callable[[int], int] = 7,
+        most_in_flight: int | None = None,
         **options: Any,
     ) -> Self:
         device = SimDevice(seed, async_compute=async_compute)
-        pools = [ArrayPool(TierId.HBM, hbm, BLOCK_BYTES, debug=True)]
+        pools = [JudgedPool(device, TierId.HBM, hbm, BLOCK_BYTES)]
         if dram is not None:
-            pools.append(ArrayPool(TierId.DRAM, dram, BLOCK_BYTES, debug=True))
+            pools.append(JudgedPool(device, TierId.DRAM, dram, BLOCK_BYTES))
         stores = [SimStore(TierId.NVME, device, capacity=capacity)] if store else []
-        mover = Mover(device)
+        mover = Mover(device, clock=device.clock, most_in_flight=most_in_flight)
         cache = TieredCache(
             BLOCK_SIZE, pools, stores, mover, device.signal, clock=device.clock, **options
         )

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from kvtier.index.words import TierId
+from kvtier.tiers.device import D2H
 from kvtier.tiers.errors import LaunchRefused, TierFull
-from tests.tiers.cache_rig import NAMESPACE, doc, keys_of
+from tests.tiers.cache_rig import BLOCK_BYTES, NAMESPACE, doc, keys_of
 from tests.tiers.sim_rig import GpuRig, SimRig
 
 
@@ -430,3 +431,90 @@ def test_a_request_that_only_stops_waiting_lets_the_rest_land(rig: SimRig) -> No
     rig.device.run_all()
     rig.settle()
     assert rig.cache.statistics().pools[1].resident == 6
+
+
+# ---- room on the links, and what is called off ---------------------------------------------------
+
+
+def in_dram_only(rig: SimRig, blocks: int) -> None:
+    rig.visit(doc(1, blocks))
+    rig.cache.shed(TierId.HBM, rig.cache.clock() + 100)
+    assert rig.cache.match(NAMESPACE, doc(1, blocks)).by_tier.keys() == {TierId.DRAM}
+
+
+def test_no_more_copies_start_than_a_link_has_room_for_and_all_arrive() -> None:
+    rig = SimRig.make(most_in_flight=2 * BLOCK_BYTES)
+    in_dram_only(rig, 7)
+    most = 0
+    lease = rig.cache.acquire(NAMESPACE, doc(1, 7))
+    while not lease.ticket.done():
+        most = max(most, rig.mover.statistics().up.in_flight_bytes)
+        assert rig.device.run_one()
+    assert (lease.landed_blocks, most) == (7, 2 * BLOCK_BYTES)
+    rig.expect_bytes(lease, doc(1, 7))
+    rig.cache.release(lease)
+    rig.settle()
+
+
+def test_a_block_larger_than_a_links_limit_moves_by_itself() -> None:
+    rig = SimRig.make(most_in_flight=1)
+    in_dram_only(rig, 5)
+    assert rig.visit(doc(1, 5)) == 5
+    rig.settle()
+
+
+def test_a_link_down_that_is_full_holds_up_no_promotion() -> None:
+    rig = SimRig.make(most_in_flight=2 * BLOCK_BYTES)
+    in_dram_only(rig, 3)
+    other, _ = rig.serve(doc(2, 4))
+    assert rig.mover.room(D2H) == 0  # its blocks are being copied down
+    lease = rig.cache.acquire(NAMESPACE, doc(1, 3))
+    assert rig.mover.statistics().up.in_flight_bytes == 2 * BLOCK_BYTES
+    assert lease.ticket.wait(rig.cache.clock() + 100)
+    assert lease.landed_blocks == 3
+    for each in (lease, other):
+        rig.cache.release(each)
+    rig.settle()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_request_that_goes_calls_off_the_copies_that_nobody_else_waits_for(shared: bool) -> None:
+    rig = SimRig.make()
+    in_dram_only(rig, 6)
+    lease = rig.cache.acquire(NAMESPACE, doc(1, 6))
+    other = rig.cache.acquire(NAMESPACE, doc(1, 6)) if shared else None
+    rig.cache.release(lease)
+    rig.settle()
+    statistics = rig.cache.statistics().pools[0]
+    assert (statistics.resident, statistics.limbo) == (6 if shared else 0, 0)
+    assert rig.mover.statistics().up.called_off_blocks == (0 if shared else 6)
+    if other is not None:
+        assert other.landed_blocks == 6
+        rig.cache.release(other)
+    assert rig.visit(doc(1, 6)) == 6
+    rig.settle()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_copies_that_come_too_late_do_not_begin_unless_somebody_waits_for_longer(
+    shared: bool,
+) -> None:
+    rig = SimRig.make()
+    in_dram_only(rig, 6)
+    lease = rig.cache.acquire(NAMESPACE, doc(1, 6), deadline=rig.cache.clock() + 1)
+    other = rig.cache.acquire(NAMESPACE, doc(1, 6)) if shared else None
+    rig.device.run_one()
+    rig.device.run_one()
+    rig.device.advance(1.0)
+    rig.device.run_all()
+    assert lease.ticket.done()
+    if other is not None:
+        assert other.ticket.done()
+        assert other.landed_blocks == 6
+        rig.cache.release(other)
+    else:
+        assert lease.landed_blocks == 2
+    rig.expect_bytes(lease, doc(1, 6))
+    rig.cache.release(lease)
+    rig.settle()
+    assert rig.visit(doc(1, 6)) == 6

@@ -171,9 +171,9 @@ def test_blocks_land_in_groups_while_the_rest_still_flies(
     landings: list[list[int]] = []
 
     class Watched(Flight):
-        def land(self, blocks, checksums=None, source=None):  # type: ignore[no-untyped-def]
+        def land(self, blocks, checksums=None, source=None, busy_s=0.0):  # type: ignore[no-untyped-def]
             landings.append(list(blocks))
-            super().land(blocks, checksums, source)
+            super().land(blocks, checksums, source, busy_s)
 
     flight = Watched(8, device.signal)
     pairs = [(i, i) for i in range(8)]

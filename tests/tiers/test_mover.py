@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from kvtier.index.words import Slots, TierId
-from kvtier.tiers.contracts import Flight, Signal
+from kvtier.tiers.contracts import FAILED, LANDED, Flight, Signal
 from kvtier.tiers.device import COMPUTE, D2H, H2D, Copy, CpuDevice
+from kvtier.tiers.errors import CalledOff
 from kvtier.tiers.hazards import HazardError
 from kvtier.tiers.mover import Mover, MoverStatistics
 from kvtier.tiers.pool import ArrayPool
@@ -227,9 +228,10 @@ def test_statistics_count_what_was_started(threads: Mover) -> None:
     threads.promote(dram, slots(0, 1), hbm, slots(0, 1))
     threads.demote(hbm, slots(0, 1, 3), dram, slots(2, 3, 4))
     threads.demote(hbm, slots(0), dram, slots(2))
-    assert threads.statistics() == MoverStatistics(
+    found = threads.statistics()
+    assert found == MoverStatistics(
         promotions=1, promoted_blocks=2, promoted_bytes=2 * BB,
-        demotions=2, demoted_blocks=4, demoted_bytes=4 * BB,
+        demotions=2, demoted_blocks=4, demoted_bytes=4 * BB, up=found.up, down=found.down
     )  # fmt: skip
 
 
@@ -270,3 +272,69 @@ def test_moving_nothing_is_over_at_once() -> None:
     hbm, dram = make_pools()
     assert Mover(sim).promote(dram, slots(), hbm, slots()).done
     assert sim.record(COMPUTE).done and sim.num_pending == 0
+
+
+# ---- called off ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["cancelled", "too late"])
+def test_what_has_not_begun_is_called_off_and_its_slots_are_idle_no_sooner(how: str) -> None:
+    sim = SimDevice(8)
+    mover = Mover(sim, clock=sim.clock)
+    hbm, dram = make_pools()
+    deadline = 1.0 if how == "too late" else None
+    flight = mover.promote(dram, slots(0, 1, 2), hbm, slots(2, 3, 4), deadline=deadline)
+    sim.run_one()
+    if how == "cancelled":
+        flight.cancel()
+    else:
+        sim.advance(1.0)
+    assert not flight.done and not mover.idle(hbm, slots(3)) and not mover.idle(dram, slots(1))
+    before = hbm.view(3).copy()
+    sim.run_all()
+    assert flight.status.tolist() == [LANDED, FAILED, FAILED]
+    assert isinstance(flight.error, CalledOff)
+    assert (hbm.view(3) == before).all()
+    assert mover.idle(hbm, slots(2, 3, 4)) and mover.idle(dram, slots(0, 1, 2))
+    assert mover.statistics().up.called_off_blocks == 2
+
+
+def test_a_flight_that_somebody_else_joins_is_not_called_off() -> None:
+    sim = SimDevice(9)
+    mover = Mover(sim)
+    hbm, dram = make_pools()
+    flight = mover.promote(dram, slots(0, 1), hbm, slots(2, 3), deadline=1.0)
+    flight.cancel()
+    flight.agree(None, background=False)
+    sim.advance(5.0)
+    sim.run_all()
+    assert flight.status.tolist() == [LANDED, LANDED]
+
+
+def test_on_threads_what_has_not_begun_is_called_off() -> None:
+    now_s = [0.0]
+    device = CpuDevice(Signal(), clock=lambda: now_s[0])
+    mover = Mover(device)
+    hbm, dram = make_pools()
+    now_s[0] = 2.0
+    late = mover.promote(dram, slots(0, 1), hbm, slots(2, 3), deadline=1.0)
+    in_time = mover.promote(dram, slots(2, 1), hbm, slots(0, 4), deadline=3.0)
+    device.close()
+    assert late.status.tolist() == [FAILED, FAILED] and late.called_off == 2
+    assert in_time.status.tolist() == [LANDED, LANDED]
+    assert (hbm.view(4) == dram.view(1)).all()
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets", "message"),
+    [((0, 1), (2, 2), "named twice"), ((0, 1), (1, 2), "both source and destination")],
+)
+def test_blocks_of_one_move_that_depend_on_each_other_are_refused(
+    sources: tuple[int, ...], targets: tuple[int, ...], message: str
+) -> None:
+    """In one submission they run in any order."""
+    sim = SimDevice(6)
+    hbm, _ = make_pools()
+    with pytest.raises(ValueError, match=message):
+        Mover(sim).promote(hbm, slots(*sources), hbm, slots(*targets))
+    assert sim.num_pending == 0
