@@ -1,7 +1,10 @@
 """What the GPU benches need of a GPU: times by events, a flushed L2, graphs; and a stand-in.
 
-The stand-in runs the same calls on the CPU once or twice, so that a test executes a bench wherever
-there is no GPU; its times mean nothing. Knows nothing of what is measured.
+Launches are queued some at a time behind an idling kernel, so that a host that is late between an
+event and its launch (Python's lock, another thread) is not mistaken for a slow kernel.
+
+The stand-in runs the same calls once on the CPU, so that a test executes a bench wherever there is
+no GPU; its times mean nothing. Knows nothing of what is measured.
 
     python -m bench.gpu        says which card there is, as one JSON line
 """
@@ -17,7 +20,7 @@ import torch
 import triton
 from torch import Tensor
 
-from bench.harness import Sample, emit
+from bench.harness import Sample, emit, measure
 
 Call = Callable[[], object]
 
@@ -27,6 +30,13 @@ _QUERY = (
 )
 _REPEATS = (10, 100)  # at least, at most
 _WARM_S = 0.3
+_QUEUED = 20
+"""Launches that stand behind one idling kernel."""
+
+_CYCLES_S = 2e9
+"""Cycles a second, at most; a slower clock idles longer."""
+
+HOLD_S = 1e-4
 
 
 class NoGpu(Exception):
@@ -53,12 +63,25 @@ class Gpu(Protocol):
         """Device memory that can still be taken."""
         ...
 
-    def interleave(self, calls: Sequence[Call], seconds: float) -> list[Sample]:
-        """Times of each call's launches, in the order A B B A, from a flushed L2 and as graphs.
+    def prepare(self, calls: Sequence[Call]) -> list[Call]:
+        """Each call's launches as one graph. No other thread may use the device meanwhile.
 
-        Repeats 10 to 100 times, for about `seconds` in all. What a call allocates must not depend
-        on values, and it must not wait for the device.
+        What a call allocates must not depend on values, and it must not wait for the device.
         """
+        ...
+
+    def measure(
+        self, launches: Sequence[Call], seconds: float, *, hold_s: float = HOLD_S
+    ) -> list[Sample]:
+        """Times of what `prepare` gave, in the order A B B A, each from a flushed L2.
+
+        Repeats 10 to 100 times, for about `seconds` in all. `hold_s`: what the host may take to
+        queue one launch.
+        """
+        ...
+
+    def interleave(self, calls: Sequence[Call], seconds: float) -> list[Sample]:
+        """`prepare` and `measure`."""
         ...
 
     def together(self, jobs: Sequence[Call]) -> None:
@@ -67,13 +90,13 @@ class Gpu(Protocol):
 
 
 class Cuda:
-    """The current CUDA device."""
+    """A CUDA device, the only one this process uses."""
 
     dry = False
 
-    def __init__(self) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        torch.cuda.set_device(self.device)
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        torch.cuda.set_device(device)
         cache = int(getattr(torch.cuda.get_device_properties(self.device), "L2_cache_size", 0))
         # Read, not written: dirty lines would be written back on the measured kernel's time.
         self._flush = torch.zeros(max(2 * cache, 128 << 20) // 4, device=self.device)
@@ -88,19 +111,28 @@ class Cuda:
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self.device)[0])
 
-    def interleave(self, calls: Sequence[Call], seconds: float) -> list[Sample]:
-        graphs = [_capture(call) for call in calls]
-        once = sum(self._once(graph) for graph in graphs)
-        repeats = max(_REPEATS[0], min(_REPEATS[1], int(seconds / once)))
-        spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
-        for turn in range(repeats):
-            order = range(len(calls)) if turn % 2 == 0 else range(len(calls) - 1, -1, -1)
-            for which in order:
-                spans[which].append(self._launch(graphs[which]))
-        torch.cuda.synchronize()
+    def prepare(self, calls: Sequence[Call]) -> list[Call]:
+        return [_capture(call).replay for call in calls]
+
+    def measure(
+        self, launches: Sequence[Call], seconds: float, *, hold_s: float = HOLD_S
+    ) -> list[Sample]:
+        repeats = _repeats(seconds, sum(self._once(launch) for launch in launches))
+        spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in launches]
+        forth = range(len(launches))
+        order = [which for turn in range(repeats) for which in (forth, forth[::-1])[turn % 2]]
+        for start in range(0, len(order), _QUEUED):
+            queued = order[start : start + _QUEUED]
+            torch.cuda._sleep(int(len(queued) * hold_s * _CYCLES_S))  # type: ignore[no-untyped-call]
+            for which in queued:
+                spans[which].append(self._launch(launches[which]))
+            torch.cuda.synchronize()
         return [
             Sample(tuple(begin.elapsed_time(end) / 1e3 for begin, end in each)) for each in spans
         ]
+
+    def interleave(self, calls: Sequence[Call], seconds: float) -> list[Sample]:
+        return self.measure(self.prepare(calls), seconds)
 
     def together(self, jobs: Sequence[Call]) -> None:
         while len(self._streams) < len(jobs):
@@ -114,22 +146,27 @@ class Cuda:
     def _cool(self) -> None:
         torch.sum(self._flush, dim=0, out=self._sink)
 
-    def _launch(self, graph: torch.cuda.CUDAGraph) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    def _launch(self, launch: Call) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         begin: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self._cool()
         begin.record()
-        graph.replay()
+        launch()
         end.record()
         return begin, end
 
-    def _once(self, graph: torch.cuda.CUDAGraph) -> float:
-        """Seconds of a replay, the flush included."""
+    def _once(self, launch: Call) -> float:
+        """Seconds of a launch, the flush included."""
         begin = time.perf_counter()
         for _ in range(3):
-            self._launch(graph)
+            self._launch(launch)
         torch.cuda.synchronize()
-        return max(1e-5, (time.perf_counter() - begin) / 3)
+        return (time.perf_counter() - begin) / 3
+
+
+def _repeats(seconds: float, once: float) -> int:
+    least, most = _REPEATS
+    return max(least, min(most, int(seconds / max(once, 1e-6))))
 
 
 def _capture(call: Call) -> torch.cuda.CUDAGraph:
@@ -151,13 +188,16 @@ class StandIn:
     def free_bytes(self) -> int:
         return 64 << 20
 
+    def prepare(self, calls: Sequence[Call]) -> list[Call]:
+        return list(calls)
+
+    def measure(
+        self, launches: Sequence[Call], seconds: float, *, hold_s: float = HOLD_S
+    ) -> list[Sample]:
+        return [measure(launch, 1, warmup=0) for launch in launches]
+
     def interleave(self, calls: Sequence[Call], seconds: float) -> list[Sample]:
-        times: list[list[float]] = [[] for _ in calls]
-        for which, call in enumerate(calls):
-            begin = time.perf_counter()
-            call()
-            times[which].append(time.perf_counter() - begin)
-        return [Sample(tuple(each)) for each in times]
+        return self.measure(self.prepare(calls), seconds)
 
     def together(self, jobs: Sequence[Call]) -> None:
         for job in jobs:
@@ -174,7 +214,7 @@ def open_gpu(*, dry: bool) -> Gpu:
     if interpreted:
         raise NoGpu("TRITON_INTERPRET is set: kernels would not be compiled", is_broken=True)
     if torch.cuda.is_available():
-        return Cuda()
+        return Cuda(torch.device("cuda", torch.cuda.current_device()))
     if not Path("/dev/nvidiactl").exists():
         raise NoGpu("no GPU on this machine")
     if torch.version.cuda is None:

@@ -83,7 +83,7 @@ def measure_point(
     names.append("sdpa")
     calls.append(sdpa_decode(dense, pool, step))
     for peer in PEERS:
-        call, why = peer_decode(peer, dense, pool, step)
+        call, why = peer_decode(gpu, peer, dense, pool, step)
         if call is None:
             skips[f"decode_vs_{peer}"] = why
         else:

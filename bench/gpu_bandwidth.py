@@ -75,7 +75,7 @@ def measure_link(gpu: Gpu, repeats: int) -> dict[str, float]:
     hosts = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=not gpu.dry) for _ in range(2)]
     on_card = [torch.empty(nbytes, dtype=torch.uint8, device=gpu.device) for _ in range(2)]
     for host in hosts:
-        host.random_(0, 256)
+        host.view(-1, 256)[:] = torch.arange(256, dtype=torch.uint8)
 
     def up() -> None:
         on_card[0].copy_(hosts[0], non_blocking=True)

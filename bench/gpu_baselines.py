@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.gpu import Gpu
 from bench.gpu_pool import Pool, Step, blocks_of, fill
 
 PEERS = {"flashinfer": "flashinfer", "flash_attn": "flash_attn"}
@@ -59,7 +60,7 @@ def sdpa_decode(dense: Dense, pool: Pool, step: Step) -> Callable[[], object]:
 
 
 def peer_decode(
-    peer: str, dense: Dense, pool: Pool, step: Step
+    gpu: Gpu, peer: str, dense: Dense, pool: Pool, step: Step
 ) -> tuple[Callable[[], object] | None, str]:
     """The peer's call for a step of equal contexts, or None and why there is none."""
     if find_spec(PEERS[peer]) is None:
@@ -67,7 +68,7 @@ def peer_decode(
     try:
         make = _flashinfer if peer == "flashinfer" else _flash_attn
         call = make(import_module(PEERS[peer]), dense, pool, step)
-        call()
+        gpu.prepare([call])
     except (ImportError, AttributeError, RuntimeError, TypeError, ValueError) as error:
         return None, f"{PEERS[peer]}: {type(error).__name__}: {error}"
     return call, ""

@@ -50,13 +50,14 @@ TINY = {
 POOL_BYTES = 1 << 30
 PAIRS = 12
 PATIENCE_S = 20.0
+HOLD_S = 1e-3
+"""What queueing a launch may take while another thread hashes and submits."""
 
 
 class Rig(AbstractContextManager["Rig"]):
     """An HBM pool and a slab with as many blocks, and the mover between them."""
 
-    def __init__(self, gpu: Gpu, layout: BlockLayout, nbytes: int) -> None:
-        n = nbytes // layout.nbytes
+    def __init__(self, gpu: Gpu, layout: BlockLayout, n: int) -> None:
         with ExitStack() as stack:
             self.device, register = open_device(gpu)
             stack.callback(self.device.close)
@@ -236,11 +237,13 @@ def measure_slowdown(rig: Rig, turns: int) -> tuple[float, float]:
         for layer in range(pool.layers):
             decode(pool, step, layer)
 
+    # Captured before there is traffic: a capture and another thread's copies do not go together.
+    launches = gpu.prepare([attend])
     ratios, rates = [], []
     for _ in range(turns):
-        quiet = gpu.interleave([attend], 0.3)[0].median
+        quiet = gpu.measure(launches, 0.3, hold_s=HOLD_S)[0].median
         with Traffic(rig) as traffic:
-            busy = gpu.interleave([attend], 0.3)[0].median
+            busy = gpu.measure(launches, 0.3, hold_s=HOLD_S)[0].median
         rates.append(traffic.gb_s)
         ratios.append(busy / quiet)
     return 100 * (median(ratios) - 1), median(rates)
@@ -254,8 +257,8 @@ def measure(setting: Setting) -> Report:
     layouts = TINY if gpu.dry else LAYOUTS
     judged = next(iter(layouts))
     for name in budget.walk(layouts, lambda _: 7.0):
-        nbytes = 8 * layouts[name].nbytes if gpu.dry else POOL_BYTES
-        with Rig(gpu, layouts[name], nbytes) as rig:
+        blocks = 8 if gpu.dry else min(2048, POOL_BYTES // layouts[name].nbytes)
+        with Rig(gpu, layouts[name], blocks) as rig:
             check(rig)
             found = measure_layout(rig, 2 if gpu.dry else PAIRS)
             if name == judged:

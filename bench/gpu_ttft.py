@@ -25,12 +25,12 @@ from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.scheduler import EngineSettings
 from kvtier.index.words import TierId, Tokens
 
-LENGTHS = (4096, 32_768)
+LENGTHS = (4096, 16_384)
 """Prompts; the first one's ratios are the figures."""
 
 DECODED = 16
 ROUNDS = 7
-GIB = 1 << 30
+MIB = 1 << 20
 TIERS: dict[str, tuple[TierId, tuple[TierId, ...]]] = {
     "hbm": (TierId.HBM, ()),
     "dram": (TierId.DRAM, (TierId.HBM,)),
@@ -43,12 +43,13 @@ def open_llm(gpu: Gpu, work: Path, shape: ModelShape) -> LLM:
     """A model of this shape and three tiers, all below `work`."""
     dtype = "float32" if gpu.dry else "bfloat16"
     model = write_model(work / "model", shape, gpu.device, getattr(torch, dtype))
-    small = 8 << 20
+    # Twice and three times the longest prompt: what a round empties goes down to the drive.
+    hbm, dram, nvme = (8, 8, 16) if gpu.dry else (1152, 1536, 4096)
     cache = CacheSettings(
-        hbm_bytes=small if gpu.dry else 4 * GIB,
-        dram_bytes=small if gpu.dry else 4 * GIB,
+        hbm_bytes=hbm * MIB,
+        dram_bytes=dram * MIB,
         store=work / "store",
-        nvme_bytes=2 * small if gpu.dry else 6 * GIB,
+        nvme_bytes=nvme * MIB,
         writeback_s=None,
     )
     engine = EngineSettings(step_tokens=64 if gpu.dry else 4096)
