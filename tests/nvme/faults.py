@@ -17,15 +17,15 @@ T = TypeVar("T")
 class FaultyFiles(Files):
     """Fails the `at`-th call (from 0) of `call`, and `times` in all; everything else works.
 
-    `fault` is an errno to raise, "short" for a read or write that does half its work, or "none"
-    for one that does nothing. Nothing fails until `arm` is called. `seen`: how often each call was
-    made while armed.
+    `fault` is an errno or an exception to raise, "short" for a read or write that does half its
+    work, or "none" for one that does nothing. Nothing fails until `arm` is called. `seen`: how
+    often each call was made while armed.
     """
 
     def __init__(
         self,
         call: str,
-        fault: int | str,
+        fault: int | str | Exception,
         *,
         at: int = 0,
         times: int = 1,
@@ -58,9 +58,14 @@ class FaultyFiles(Files):
     def run(self, call: str, action: Callable[[], T]) -> T:
         """`action`, which is a call of this name, unless it is to fail."""
         if self._due(call):
-            number = int(self._fault)
-            raise OSError(number, os.strerror(number))
+            raise self._failure()
         return action()
+
+    def _failure(self) -> Exception:
+        if isinstance(self._fault, Exception):
+            return self._fault
+        number = int(self._fault)
+        return OSError(number, os.strerror(number))
 
     def _move(self, call: str, move: Callable[[Sequence[Bytes]], int], b: Sequence[Bytes]) -> int:
         if not self._due(call):
@@ -70,8 +75,7 @@ class FaultyFiles(Files):
         if self._fault == "short":
             half = [buffer[: buffer.nbytes // 2] for buffer in b[:1]] if len(b) < 2 else b
             return move(half[: max(1, len(b) // 2)])
-        number = int(self._fault)
-        raise OSError(number, os.strerror(number))
+        raise self._failure()
 
     def open(self, path: Path, *, create: bool = False, read_only: bool = False) -> int:
         return self.run(

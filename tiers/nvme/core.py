@@ -178,7 +178,7 @@ class Core:
             self._abandoned, self._waiting, self._punched = [], [], []
             self.next_due = self.catalogue.next_due()
             self.due_changed.set()
-            self.tally.rebuilds += 1
+            self.tally.rebuilds += opened.rebuilt is not None
 
     async def make_room(self, nbytes: int) -> None:
         """Evict until `nbytes` may be reserved, or nothing more can go. Raises like `commit`."""
@@ -273,20 +273,20 @@ def _holes(freed: Sequence[Freed]) -> list[list[Freed]]:
     return holes
 
 
-def _reclaim(segments: Segments, ranges: Sequence[Freed], _: Scratch) -> OSError | None:
+def _reclaim(segments: Segments, ranges: Sequence[Freed], _: Scratch) -> Exception | None:
     first, nbytes = ranges[0], sum(freed.length for freed in ranges)
     try:
         segments.reclaim(replace(first, length=nbytes))
-    except OSError as error:
+    except Exception as error:  # noqa: BLE001 - it is tried again, and counted
         return error
     return None
 
 
-def _sync_punched(segments: Segments, id: int, _: Scratch) -> OSError | None:
+def _sync_punched(segments: Segments, id: int, _: Scratch) -> Exception | None:
     try:
         segments.sync(id)
     except FileNotFoundError:
         return None
-    except OSError as error:
+    except Exception as error:  # noqa: BLE001 - it is tried again, and counted
         return error
     return None

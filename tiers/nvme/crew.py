@@ -170,7 +170,7 @@ class Crew:
         self.watch.moved()
 
     def _damaged(self, error: StoreCorrupt) -> None:
-        self.renewal.damaged(error)
+        self.renewal.needed(error)
         self.call_soon(self._renew)
 
     def _renew(self) -> None:
@@ -178,13 +178,15 @@ class Crew:
         if not self._closed:
             self.renewal.begin()
 
-    def _reopen(self, error: StoreCorrupt) -> Opened:
-        """Close the damaged catalogue, which nobody reads any more, and make another."""
+    def _reopen(self, reason: Exception) -> Opened:
+        """Close the catalogue, which nobody reads any more, and open it as a start does; if it is
+        damaged, make another."""
         with self._face:
             self._face.wait_for(lambda: not self._visitors)
         self.core.catalogue.close()
         capacity_bytes = self.settings.capacity_bytes
-        opened = open_catalogue(self.segments, self._parts.ids, capacity_bytes, damaged=error)
+        damaged = reason if isinstance(reason, StoreCorrupt) else None
+        opened = open_catalogue(self.segments, self._parts.ids, capacity_bytes, damaged=damaged)
         opened.catalogue.on_damage(self._damaged)
         return opened
 
@@ -250,13 +252,19 @@ class Crew:
         workers.close()
 
     async def _write_until_closed(self, workers: Workers) -> None:
-        """Run the writer; should it break, fail what it held and start it again."""
+        """Run the writer; should it break, fail what it held and start it again.
+
+        How far it came is for recovery to find out, as after a crash: until then the store is out,
+        so that nothing is built on what may not be so.
+        """
         while True:
             try:
                 await self.writer.run()
             except Exception as error:  # noqa: BLE001 - the callers get it with their flights
                 _log.error("NVMe tier: the writer broke", exc_info=error)
+                self.renewal.needed(error)
                 await workers.drain()
                 self.puts.fail_all(error)
+                self._renew()
             else:
                 return

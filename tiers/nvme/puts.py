@@ -225,9 +225,9 @@ class Puts:
 
     def fail_all(self, error: Exception) -> None:
         """Give up everything. Nothing may be under way."""
-        for record, _ in list(self._pending.values()):
-            if record.error is None:
-                self.fail(record, error)
+        while self._pending:
+            record, _ = next(iter(self._pending.values()))
+            self.fail(record, record.error or error)
         self._foreground.clear()
         self._background.clear()
 

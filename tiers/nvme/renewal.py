@@ -1,4 +1,5 @@
-"""A damaged catalogue is replaced while the tier runs. Knows when; what is done is in `rebuild.py`.
+"""The catalogue is opened again while the tier runs: replaced if it is damaged, and as it is where
+nobody knows any more how it and the files stand. Knows when; what is done is in `recovery.py`.
 
 Meanwhile the store is out: a lookup answers nothing, fetches and puts fail at once. What was under
 way ends first, so that nobody reads the old catalogue when it is closed. Runs on the tier's loop,
@@ -10,7 +11,6 @@ import logging
 from collections.abc import Callable
 
 from kvtier.index.errors import KvtierError
-from kvtier.tiers.errors import StoreCorrupt
 from kvtier.tiers.nvme.core import Core
 from kvtier.tiers.nvme.health import State
 from kvtier.tiers.nvme.reader import Reader
@@ -24,9 +24,10 @@ PAUSE_S = 60.0
 
 
 class Renewal:
-    """Makes a new catalogue when told of damage, at most one in `PAUSE_S`.
+    """Opens the catalogue anew when told that it is `needed`, at most once in `PAUSE_S`.
 
-    `reopen` runs on the catalogue's thread: it closes the old one and returns the new one, open.
+    `reopen` is told why, runs on the catalogue's thread, closes the old one and returns the new
+    one, open.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class Renewal:
         core: Core,
         reader: Reader,
         writer: Writer,
-        reopen: Callable[[StoreCorrupt], Opened],
+        reopen: Callable[[Exception], Opened],
         clock: Callable[[], float],
     ) -> None:
         self._core = core
@@ -43,21 +44,22 @@ class Renewal:
         self._reopen = reopen
         self._clock = clock
         self._not_before: float | None = None
-        self._damage: StoreCorrupt | None = None
+        self._reason: Exception | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
     def is_due(self) -> bool:
-        """Whether the store is out for damage and may be tried again. From any thread."""
-        return self._damage is not None and self._task is None and self._may_begin
+        """Whether the store is out for this and may be tried again. From any thread."""
+        return self._reason is not None and self._task is None and self._may_begin
 
-    def damaged(self, error: StoreCorrupt) -> None:
-        """The catalogue was found damaged: take the store out. From any thread; `begin` follows."""
+    def needed(self, error: Exception) -> None:
+        """The catalogue was found damaged (`StoreCorrupt`), or cannot be relied on after `error`:
+        take the store out. From any thread; `begin` follows."""
         self._core.health.take_out(State.REBUILDING if self._may_begin else State.FAILING)
-        self._damage = self._damage or error
+        self._reason = self._reason or error
 
     def begin(self) -> None:
-        """Replace a damaged catalogue, if that may be done now and is not being done."""
+        """Do what is needed, if that may be done now and is not being done."""
         if self.is_due:
             self._task = asyncio.create_task(self._renew())
 
@@ -71,19 +73,19 @@ class Renewal:
         return self._not_before is None or self._clock() >= self._not_before
 
     async def _renew(self) -> None:
-        core, damage = self._core, self._damage
-        assert damage is not None
+        core, reason = self._core, self._reason
+        assert reason is not None
         core.health.take_out(State.REBUILDING)
         self._not_before = self._clock() + PAUSE_S
         try:
             await self._writer.rest()
             await self._reader.drain()
-            await core.renew(lambda: self._reopen(damage))
+            await core.renew(lambda: self._reopen(reason))
         except (OSError, KvtierError) as error:
-            _log.error("NVMe store: no new catalogue could be made: %s", error)
+            _log.error("NVMe store: its catalogue could not be opened anew: %s", error)
             core.health.take_out(State.FAILING)
         else:
-            self._damage = None
+            self._reason = None
             core.health.bring_back()
         finally:
             self._task = None

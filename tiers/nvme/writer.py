@@ -7,6 +7,7 @@ that a segment holds nothing unpublished before its published end.
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -24,6 +25,8 @@ from kvtier.tiers.nvme.segments import Allocation
 from kvtier.tiers.nvme.watch import Call
 from kvtier.tiers.nvme.workers import Batch, Scratch
 
+_log = logging.getLogger(__name__)
+
 GROUP_BYTES = 256 << 20
 """About what one fdatasync and one commit cover."""
 
@@ -38,11 +41,16 @@ class Writer:
         self._group_bytes = group_bytes
         self._encoder = Encoder(core.workers, meter, group_bytes)
         self._resting = asyncio.Event()
-        self._unsyncable: dict[int, OSError] = {}
+        self._unsyncable: dict[int, Exception] = {}
         self._settling: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Write groups until closed and empty. If that breaks, what is settling has settled."""
+        """Write groups until closed and empty.
+
+        A call that fails, whatever it raises, fails its records, and their space is given back. If
+        this itself breaks, what is settling has settled, and what was written, or even published,
+        of the rest is unknown: see `Crew`.
+        """
         try:
             await self._run()
         finally:
@@ -273,9 +281,12 @@ def cut_groups(records: Sequence[Record], most: int) -> Iterator[Sequence[Record
         yield records[start:]
 
 
-def _attempt(action: Callable[[], None], _: Scratch) -> OSError | None:
+def _attempt(action: Callable[[], None], _: Scratch) -> Exception | None:
+    """What went wrong: whatever it is, it must not keep the lot from giving its space back."""
     try:
         action()
-    except OSError as error:
+    except Exception as error:  # noqa: BLE001 - goes to the put's flights
+        if not isinstance(error, OSError):
+            _log.error("NVMe write broke", exc_info=error)
         return error
     return None
