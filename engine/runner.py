@@ -44,18 +44,18 @@ class Runner:
         for each in work:
             assert each.request.lease is not None
             used = -(-each.end // self._block_size)
-            tables.append((each.request.lease, each.request.lease.block_table[:used]))
+            tables.append((each.request.lease, each.request.lease.table.first(used)))
         self._guard.check(tables)
         spans = [
             Span(
                 each.request.id,
                 each.request.tokens[each.start : each.end],
                 each.start,
-                slots,
+                table.slots,
                 each.request.reach,
                 each.wants_logits,
             )
-            for each, (_, slots) in zip(work, tables, strict=True)
+            for each, (_, table) in zip(work, tables, strict=True)
         ]
         batch = lay_out(spans, self._block_size, self._device)
         logits = self._model.forward(batch, self._attention)
@@ -70,10 +70,10 @@ class Runner:
         if landed - self._ready.get(request.id, 0) < self._preload_blocks:
             return
         self._ready[request.id] = landed
-        slots = request.lease.block_table[:landed]
-        self._guard.check([(request.lease, slots)])
+        table = request.lease.table.first(landed)
+        self._guard.check([(request.lease, table)])
         none, start = request.tokens[:0], landed * self._block_size
-        self._attention.preload(Span(request.id, none, start, slots, request.reach, False))
+        self._attention.preload(Span(request.id, none, start, table.slots, request.reach, False))
 
     def forget(self, sequence: int) -> None:
         """This request holds its blocks no longer."""

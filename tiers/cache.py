@@ -46,6 +46,7 @@ from kvtier.tiers.mover import Mover
 from kvtier.tiers.moves import Terms, mask_runs
 from kvtier.tiers.sieve import Sieve, unlimited
 from kvtier.tiers.sink import Sink
+from kvtier.tiers.table import Generations
 from kvtier.tiers.writeback import WRITEBACK_S, WriteBack
 
 # A waiter looks again at least this often, in case a signal's owner died.
@@ -335,6 +336,7 @@ class TieredCache:
             if lease.released:
                 return
             lease.released = True
+            self.guard.ended(lease)
             self._leases.pop(lease.id, None)
             committed, lease.committed = lease.committed, lease.committed[:0]
             private, lease.private = lease.private, lease.private[:0]
@@ -468,6 +470,11 @@ class TieredCache:
         """Top-pool slots of blocks that are RESIDENT there."""
         with self._lock:
             return self._index.slots(0, ids)
+
+    def generations_of(self, slots: Slots) -> Generations:
+        """How often each of these top-pool slots was given up."""
+        with self._lock:
+            return self._ledger.book.generations(slots)
 
     def fence_compute(self, slots: Slots) -> None:
         """Make later compute wait for the copies that filled these top-pool slots."""

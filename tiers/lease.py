@@ -17,6 +17,7 @@ from kvtier.tiers.load import Load
 from kvtier.tiers.moves import TailCopy
 from kvtier.tiers.sieve import SieveStatistics
 from kvtier.tiers.sink import Sink
+from kvtier.tiers.table import BlockTable, Generations, Line
 
 
 class Driver(Protocol):
@@ -29,6 +30,7 @@ class Driver(Protocol):
     def poll(self) -> None: ...
     def wait_until_done(self, ticket: "Ticket", deadline: float | None) -> bool: ...
     def slots_of(self, ids: BlockIds) -> Slots: ...
+    def generations_of(self, slots: Slots) -> Generations: ...
     def fence_compute(self, slots: Slots) -> None: ...
 
 
@@ -168,6 +170,10 @@ class Lease:
         self.committed: BlockIds = np.empty(0, np.int32)
         self.private: Slots = np.empty(0, np.int32)
         self.released = False
+        self._line = Line()
+        self._table = self._line.table()
+        self._of = (0, self.committed, self.private)  # what the table was made from
+        self._num_shared = 0
 
     @property
     def shared(self) -> BlockIds:
@@ -178,10 +184,39 @@ class Lease:
     def block_table(self) -> Slots:
         """int32 slots of the top pool, root first: shared blocks, then private ones.
 
-        Valid until the next `commit` (which may exchange slots) or `release`.
+        Not to be written. Valid until the next `commit` (which may exchange slots) or `release`.
+        """
+        return self.table.slots
+
+    @property
+    def table(self) -> BlockTable:
+        """`block_table` for the launch guard: every slot with its generation.
+
+        O(1) if nothing has changed. Blocks are written down when they are first asked for; what
+        was written down stays, unless a commit exchanged slots.
         """
         with self._driver.lock:
-            return np.concatenate([self._driver.slots_of(self.shared), self.private])
+            arrived, committed, private = self._of
+            if (
+                arrived != self.load.arrived
+                or committed is not self.committed
+                or private is not self.private
+            ):
+                self._write_down()
+            return self._table
+
+    def _write_down(self) -> None:
+        """Go on with the line, or begin another where it says what is no longer so."""
+        self._of = (self.load.arrived, self.committed, self.private)
+        shared = self.shared
+        first = min(self._num_shared, len(shared))
+        slots = np.concatenate([self._driver.slots_of(shared[first:]), self.private])
+        written = self._table.slots[first:]
+        if not np.array_equal(written, slots[: len(written)]):
+            self._line, written = self._line.begun_like(first), written[:0]
+        new = slots[len(written) :]
+        self._line.append(new, self._driver.generations_of(new))
+        self._table, self._num_shared = self._line.table(), len(shared)
 
     @property
     def landed_blocks(self) -> int:

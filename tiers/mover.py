@@ -172,10 +172,14 @@ class Mover:
             for slot in slots.tolist():
                 uses.write_beside(slot, event)
 
-    def reading(self, pool: Pool, slots: Slots) -> None:
-        """Compute that has been launched reads these slots: nobody overwrites them before."""
+    def reading(self, pool: Pool, slots: Slots, event: Event | None = None) -> None:
+        """Compute that has been launched reads these slots: nobody overwrites them before.
+
+        `event`: when that compute is over, if it was launched some time ago; not older than one
+        that was given before, for the last one stands for all.
+        """
         with self._lock:
-            event = self.device.record(COMPUTE)
+            event = self.device.record(COMPUTE) if event is None else event
             if event.done:
                 return
             uses = self._uses(pool)

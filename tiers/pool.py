@@ -42,7 +42,7 @@ SLOT_ROW = np.dtype(
 )
 
 POISON = 0xFF
-"""What debug mode fills freed slots with: a NaN in fp32, bf16, fp16 and fp8 (e4m3fn)."""
+"""What debug mode fills freed slots with: a NaN in fp32, bf16, fp16 and fp8 (e4m3fn, e5m2)."""
 
 # How far `alloc` looks for a whole run: bounds its cost whatever the size of the pool.
 _WINDOW = 16384

@@ -10,11 +10,12 @@ import torch
 
 from kvtier.engine.request import Request, State
 from kvtier.engine.scheduler import Work
-from kvtier.index.words import Slots
 from kvtier.tiers.errors import LaunchRefused
 from kvtier.tiers.guard import Launches
 from kvtier.tiers.simulated import SimDevice
+from kvtier.tiers.table import BlockTable
 from tests.engine.rig import NAMESPACE, Rig, make_rig, prompts, stored
+from tests.tiers.cache_rig import stamped
 
 
 @dataclass
@@ -22,13 +23,14 @@ class Tampered:
     """A lease whose block table names one other slot."""
 
     id: int
-    block_table: Slots
+    table: BlockTable
 
 
 def tamper(request: Request, slot: int, position: int) -> None:
     assert request.lease is not None
-    table = request.lease.block_table.copy()
-    table[position] = slot
+    slots = request.lease.block_table.copy()
+    slots[position] = slot
+    table = BlockTable(slots, request.lease.table.generations)
     request.lease = Tampered(request.lease.id, table)  # type: ignore[assignment]
 
 
@@ -119,7 +121,8 @@ def test_a_slot_that_a_copy_is_filling_is_refused(tiny: Path, launch: Launch) ->
 
 def is_filling(rig: Rig, lease: int, slot: int) -> bool:
     try:
-        rig.cache.guard.check([(Tampered(lease, np.empty(0, np.int32)), np.asarray([slot]))])
+        table = stamped(rig.cache, [slot])
+        rig.cache.guard.check([(Tampered(lease, table), table)])
     except LaunchRefused as refusal:
         return "FILLING" in str(refusal)
     return False
@@ -141,7 +144,7 @@ def test_every_launch_of_a_run_passes_the_guard(
     checked: list[int] = []
     check = rig.cache.guard.check
 
-    def counted(tables: Sequence[tuple[Launches, Slots]]) -> None:
+    def counted(tables: Sequence[tuple[Launches, BlockTable]]) -> None:
         checked.append(len(tables))
         check(tables)
 

@@ -18,8 +18,9 @@ from kvtier.tiers.errors import LaunchRefused, TierFull
 from kvtier.tiers.lease import Lease, Ticket
 from kvtier.tiers.pool import SlotState
 from kvtier.tiers.simulated import places
+from kvtier.tiers.table import BlockTable
 from tests.prf import block_bytes
-from tests.tiers.cache_rig import BLOCK_BYTES, NAMESPACE, doc, keys_of
+from tests.tiers.cache_rig import BLOCK_BYTES, NAMESPACE, doc, keys_of, stamped
 from tests.tiers.sim_rig import GpuRig
 
 MOST_LEASES = 4
@@ -123,7 +124,7 @@ class CacheProgram:
         self._launch(one, keys[first:])
         self.rig.committed.update(keys)
         self.cache.commit(one.lease, one.tokens)
-        self.cache.guard.check([(one.lease, one.lease.block_table)])
+        self.cache.guard.check([(one.lease, one.lease.table)])
 
     def decode(self, a: int, b: int, c: int) -> None:
         """Read all there is; write a tail where there is none, or write on behind its end."""
@@ -153,11 +154,12 @@ class CacheProgram:
         slots = slots[known]
         if len(slots):
             try:
-                self.cache.guard.check([(one.lease, slots)])
+                table = stamped(self.cache, slots)
+                self.cache.guard.check([(one.lease, table)])
             except LaunchRefused:
                 pass
             else:
-                self._look(one.lease, slots, keys)
+                self._look(one.lease, table, keys)
         is_whole = one.lease.ticket.is_done and not one.lease.ticket.failed
         if not is_whole:
             self._raises(ValueError, lambda: self.cache.commit(one.lease, one.tokens))
@@ -303,14 +305,14 @@ class CacheProgram:
 
     def _launch(self, one: Running, missing: Sequence[bytes], *, writes_tail: bool = False) -> None:
         """A kernel that reads the shared blocks and the tail, and writes what is missing."""
-        lease, table = one.lease, one.lease.block_table
+        lease, table = one.lease, one.lease.table
         self.cache.guard.check([(lease, table)])
         first = len(lease.shared)
         tail = [] if one.tail is None else [b"tail %d" % one.tail]
         wanted = [*keys_of(one.tokens)[:first], *([] if writes_tail else tail)]
         made = [*missing, *(tail if writes_tail else [])]
         end = len(wanted) + len(made)
-        read, written = table[: len(wanted)], table[len(wanted) : end]
+        read, written = table.slots[: len(wanted)], table.slots[len(wanted) : end]
 
         def attend() -> None:
             for slot, key in zip(read.tolist(), wanted, strict=True):
@@ -326,16 +328,17 @@ class CacheProgram:
         )
         self.cache.guard.launched([(lease, table)])
 
-    def _look(self, lease: Lease, slots: Slots, keys: list[BlockKey]) -> None:
+    def _look(self, lease: Lease, table: BlockTable, keys: list[BlockKey]) -> None:
         def look() -> None:
-            for slot, key in zip(slots.tolist(), keys, strict=True):
+            for slot, key in zip(table.slots.tolist(), keys, strict=True):
                 _expect(self.hbm.view(slot), key)
 
-        self.sim.launch(f"look for {lease.id}", look, reads=places(self.hbm, slots))
-        self.cache.guard.launched([(lease, slots)])
+        self.sim.launch(f"look for {lease.id}", look, reads=places(self.hbm, table.slots))
+        self.cache.guard.launched([(lease, table)])
 
     def _is_refused(self, lease: Lease, slots: Slots) -> None:
-        self._raises(LaunchRefused, lambda: self.cache.guard.check([(lease, slots)]))
+        table = stamped(self.cache, slots)
+        self._raises(LaunchRefused, lambda: self.cache.guard.check([(lease, table)]))
 
     def _raises(self, error: type[Exception], act: Callable[[], object]) -> None:
         try:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvtier.index.words import ROOT_KEY, BlockKey, Tokens, as_tokens, block_keys
+from kvtier.index.words import ROOT_KEY, BlockKey, Slots, Tokens, as_tokens, block_keys
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.contracts import HostPool, Store
 from kvtier.tiers.lease import Lease
+from kvtier.tiers.table import BlockTable
 from tests.prf import block_bytes
 
 BLOCK_SIZE = 4
@@ -28,6 +29,12 @@ def doc(seed: int, blocks: int) -> Tokens:
 
 def keys_of(tokens: Tokens, namespace: bytes = NAMESPACE) -> list[BlockKey]:
     return block_keys(namespace, ROOT_KEY, as_tokens(tokens), BLOCK_SIZE)
+
+
+def stamped(cache: TieredCache, slots: Sequence[int] | Slots) -> BlockTable:
+    """A block table of any slots, of no lease, made now."""
+    wanted = np.asarray(slots, np.int32)
+    return BlockTable(wanted, cache.generations_of(wanted))
 
 
 @dataclass
@@ -56,7 +63,7 @@ class Rig:
             self.cache.extend(lease, len(keys) - have, deadline=deadline)
         table = lease.block_table
         first = len(lease.shared)
-        self.cache.guard.check([(lease, table)])
+        self.cache.guard.check([(lease, lease.table)])
         for position in range(first, len(keys)):
             self.pools[0].view(int(table[position]))[:] = block_bytes(keys[position], BLOCK_BYTES)
         self.committed.update(keys)

@@ -76,15 +76,15 @@ class GpuRig(SimRig):
         keys, first = keys_of(tokens, lease.namespace), len(lease.shared)
         wanted = max(0, len(keys) - first - len(lease.private))
         self.cache.extend(lease, wanted, deadline=deadline)
-        table = lease.block_table
+        table, slots = lease.table, lease.block_table
 
         def fill() -> None:
             for position in range(first, len(keys)):
-                view = self.pools[0].view(int(table[position]))
+                view = self.pools[0].view(int(slots[position]))
                 view[:] = block_bytes(keys[position], BLOCK_BYTES)
 
         self.cache.guard.check([(lease, table)])
-        read, written = places(self.pools[0], table[:first]), places(self.pools[0], table[first:])
+        read, written = places(self.pools[0], slots[:first]), places(self.pools[0], slots[first:])
         self.device.launch("fill", fill, reads=read, writes=written)
         self.cache.guard.launched([(lease, table)])
         self.committed.update(keys)

@@ -18,6 +18,7 @@ from tests.tiers.cache_rig import (
     NAMESPACE,
     Rig,
     doc,
+    stamped,
 )
 
 
@@ -111,7 +112,7 @@ def test_a_fork_shares_blocks_and_copies_the_partial_tail(rig: Rig) -> None:
     assert (rig.pools[0].view(int(twin.block_table[3])) == 7).all()
     rig.cache.release(lease)
     rig.expect_bytes(twin, tokens)
-    rig.cache.guard.check([(twin, twin.block_table)])
+    rig.cache.guard.check([(twin, twin.table)])
     rig.cache.release(twin)
 
 
@@ -120,15 +121,15 @@ def test_the_guard_refuses_free_foreign_and_outside_slots(rig: Rig) -> None:
     rig.cache.extend(mine, 2)
     foreign = rig.cache.acquire(NAMESPACE, doc(2, 1))
     rig.cache.extend(foreign, 1)
-    rig.cache.guard.check([(mine, mine.block_table), (foreign, foreign.block_table)])
+    rig.cache.guard.check([(mine, mine.table), (foreign, foreign.table)])
     with pytest.raises(LaunchRefused, match=rf"PRIVATE by lease {foreign.id}"):
-        rig.cache.guard.check([(mine, foreign.block_table)])
-    gone = foreign.block_table
+        rig.cache.guard.check([(mine, foreign.table)])
+    gone = foreign.table
     rig.cache.release(foreign)
     with pytest.raises(LaunchRefused, match="FREE"):
         rig.cache.guard.check([(mine, gone)])
     with pytest.raises(LaunchRefused, match="outside"):
-        rig.cache.guard.check([(mine, np.array([99], np.int32))])
+        rig.cache.guard.check([(mine, stamped(rig.cache, [99]))])
     rig.cache.release(mine)
 
 
@@ -140,4 +141,5 @@ def test_has_room_and_statistics_add_up(rig: Rig) -> None:
     assert rig.cache.has_room(3)
     assert not rig.cache.has_room(4)
     rig.cache.release(lease)
+    assert rig.cache.drain(rig.cache.clock() + 10)  # what is being copied down cannot leave yet
     assert rig.cache.has_room(8)

@@ -6,7 +6,7 @@ import pytest
 from kvtier.index.words import TierId
 from kvtier.tiers.device import D2H
 from kvtier.tiers.errors import LaunchRefused, TierFull
-from tests.tiers.cache_rig import BLOCK_BYTES, NAMESPACE, doc, keys_of
+from tests.tiers.cache_rig import BLOCK_BYTES, NAMESPACE, doc, keys_of, stamped
 from tests.tiers.sim_rig import GpuRig, SimRig
 
 
@@ -98,9 +98,9 @@ def test_the_guard_refuses_a_slot_that_a_copy_is_filling(rig: SimRig) -> None:
     lease = rig.cache.acquire(NAMESPACE, doc(1, 3))
     filling = rig.cache.slots_of(lease.load.ids)
     with pytest.raises(LaunchRefused, match="FILLING"):
-        rig.cache.guard.check([(lease, filling)])
+        rig.cache.guard.check([(lease, stamped(rig.cache, filling))])
     assert lease.ticket.wait(rig.cache.clock() + 100)
-    rig.cache.guard.check([(lease, filling)])
+    rig.cache.guard.check([(lease, stamped(rig.cache, filling))])
     rig.cache.release(lease)
 
 
@@ -250,10 +250,10 @@ def test_the_guard_refuses_the_tail_of_a_fork_until_it_has_arrived(rig: SimRig) 
     rig.cache.extend(lease, 1)
     twin = rig.cache.fork(lease)
     with pytest.raises(LaunchRefused, match=rf"COPYING by lease {twin.id}"):
-        rig.cache.guard.check([(twin, twin.block_table)])
+        rig.cache.guard.check([(twin, twin.table)])
     assert twin.ticket.wait(rig.cache.clock() + 100)
     assert not twin.ticket.failed
-    rig.cache.guard.check([(twin, twin.block_table)])
+    rig.cache.guard.check([(twin, twin.table)])
     rig.cache.release(twin)
     rig.cache.release(lease)
     rig.settle()
@@ -267,7 +267,7 @@ def test_a_fork_whose_tail_was_lost_says_so_and_cannot_run(rig: SimRig) -> None:
     assert twin.ticket.wait(rig.cache.clock() + 100)
     assert twin.ticket.failed
     with pytest.raises(LaunchRefused, match="COPYING"):
-        rig.cache.guard.check([(twin, twin.block_table)])
+        rig.cache.guard.check([(twin, twin.table)])
     with pytest.raises(ValueError, match="tail"):
         rig.cache.commit(twin, doc(1, 3))
     with pytest.raises(ValueError, match="tail"):
@@ -283,7 +283,7 @@ def test_a_tail_being_copied_is_not_given_to_others_though_its_lease_computes_on
     lease = rig.cache.acquire(NAMESPACE, doc(1, 1))
     rig.launch(lease, doc(1, 1))
     twin = rig.cache.fork(lease)
-    rig.cache.guard.launched([(lease, lease.block_table)])  # it writes behind what is copied
+    rig.cache.guard.launched([(lease, lease.table)])  # it writes behind what is copied
     assert rig.device.run_one()  # all compute, not the copy
     rig.cache.release(lease)
     third = rig.cache.acquire(NAMESPACE, doc(2, 2))

@@ -165,7 +165,7 @@ def test_a_promotion_that_races_an_insertion_has_one_owner(rig: SimRig) -> None:
     late = rig.cache.acquire(NAMESPACE, tokens)  # fills HBM again, and nothing has run yet
     assert rig.compute(early, tokens) == 0
     assert (len(early.committed), len(early.private)) == (0, 3)
-    rig.cache.guard.check([(early, early.block_table)])
+    rig.cache.guard.check([(early, early.table)])
     assert late.ticket.wait(rig.cache.clock() + LATER)
     assert rig.cache.commit(early, tokens) == 3
     assert np.array_equal(early.block_table, late.block_table)

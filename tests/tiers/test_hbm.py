@@ -2,12 +2,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.index.namespace import BlockLayout
+from kvtier.index.namespace import DTYPE_BYTES, BlockLayout
 from kvtier.index.words import TierId
 from kvtier.tiers.contracts import HostPool
 from kvtier.tiers.errors import CapacityTooSmall
 from kvtier.tiers.hbm import HbmPool
 from kvtier.tiers.memory import NotEnoughMemory
+from kvtier.tiers.pool import POISON
 
 LAYOUTS = [
     BlockLayout(2, 3, 5, 7, "float32"),
@@ -40,6 +41,18 @@ def test_in_debug_mode_what_is_free_is_nan(layout: BlockLayout) -> None:
     pool.free(slots[1:])
     assert not bool(pool.tensor[int(slots[0])].float().isnan().any())
     assert bool(pool.tensor[int(slots[1])].float().isnan().all())
+
+
+def test_the_poison_is_nan_in_every_dtype_of_kv_and_in_nothing_smaller() -> None:
+    """0xFF has all exponent and mantissa bits set: NaN in IEEE formats and in e4m3fn, which has no
+    infinity and keeps only that pattern (with either sign) for NaN."""
+    assert POISON == 0xFF
+    for name, size in {**DTYPE_BYTES, "float8_e5m2": 1}.items():
+        poisoned = torch.full((size,), POISON, dtype=torch.uint8).view(getattr(torch, name))
+        assert poisoned.numel() == 1 and bool(poisoned.float().isnan().all())
+    # One bit less in its only byte is a number in e4m3fn: the pattern cannot be any.
+    spoilt = torch.full((1,), POISON - 1, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert not bool(spoilt.float().isnan().any())
 
 
 def test_a_budget_in_bytes_is_rounded_down_to_whole_blocks() -> None:
