@@ -60,6 +60,23 @@ def check_prefill(
     _check_integers("query_lens", query_lens, (seqs,), 4)
 
 
+def check_scales(pool: Tensor, key_scale: Tensor | None, value_scale: Tensor | None) -> None:
+    """Raise ValueError naming the scale that does not fit a pool of this shape and dtype."""
+    fp8 = pool.dtype == torch.float8_e4m3fn
+    _check_scales(key_scale, value_scale, pool.shape[1], fp8=fp8)
+
+
+def check_shared(members: Tensor, lens: Tensor, seq_lens: Tensor, seqs: int) -> None:
+    """Raise ValueError naming the part of `SharedPrefixes` that does not fit `seqs` sequences."""
+    if members.dim() != 2:
+        raise ValueError(f"members: want [groups, width], got {list(members.shape)}")
+    _check_integers("members", members, tuple(members.shape), 4)
+    _check_integers("lens", lens, (members.shape[0],), 4)
+    _check_integers("seq_lens", seq_lens, (seqs,), 4)
+    if not members.is_contiguous():
+        raise ValueError("members: want a contiguous table")
+
+
 def check_context(context: int, table: Tensor, block_size: int, *, count: int = 1) -> None:
     """Raise ValueError if a context cannot hold its `count` queries or passes its block table.
 
@@ -101,7 +118,10 @@ def _check_query(query: Tensor, key_pool: Tensor) -> None:
     if query.dim() != 3 or query.shape[2] != head_dim or query.shape[1] % kv_heads:
         want = f"[rows, multiple of {kv_heads} heads, {head_dim}]"
         raise ValueError(f"query: want {want}, got {list(query.shape)}")
-    if query.dtype != key_pool.dtype:
+    if key_pool.dtype == torch.float8_e4m3fn:
+        if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+            raise ValueError(f"query: want a 16- or 32-bit float, got {query.dtype}")
+    elif query.dtype != key_pool.dtype:
         raise ValueError(f"query: want the pool's {key_pool.dtype}, got {query.dtype}")
     _check_contiguous_heads("query", query)
 

@@ -7,13 +7,14 @@ Nothing is tuned at run time.
 How the sizes were reasoned (no GPU was at hand; the GPU suite may replace any row). Decode is bound
 by memory: it needs bandwidth x latency bytes in flight, which is 11 KB an SM on sm_80 (2.0 TB/s x
 0.6 us / 108), 24 KB on sm_90 (4.8 x 0.65 / 132) and 38 KB on sm_100 (8 x 0.7 / 148). A tile of
-`tile` positions brings `2 * tile * head_dim * bytes` of K and V a stage, of which all stages but
-the one in use are in flight: 64 positions of 128 in bf16 are 32 KB, so three stages keep 64 KB in
-flight and fit two programs on an SM of sm_90 and sm_100 (227 KB of shared memory). sm_80 has 163 KB
-and gets by with fewer stages. Tiles shrink as rows of K grow (256 wide, float32) and stages grow as
+`tile` positions is `2 * tile * head_dim * bytes` of K and V. Triton's pipeline gives half of
+`stages - 1` to the block table's load and half to K and V, whose addresses hang on it: 3 and 4
+stages hold one tile, so that a program waits for each; 5 hold two and 7 three. So 64 positions of
+128 in bf16 at 5 stages are 64 KB a program, of which two or three fit an SM (163 KB of shared
+memory on sm_80, 227 above). Tiles shrink as rows of K grow (256 wide, float32), and stages grow as
 they shrink (FP8). Prefill is bound by arithmetic: as many query rows as leave room for the running
 sums in registers, since rows share every tile. A shared prefix takes the rows of several sequences
-at decode's tile.
+at decode's tile. All rows compile for their architecture without spills at groups of four heads.
 """
 
 from dataclasses import dataclass
@@ -66,24 +67,33 @@ ARCHITECTURES = (80, 90, 100)
 
 TABLE: dict[tuple[str, int, int], tuple[Launch, Launch, Launch]] = {
     # (kernel, architecture, bytes of an element): one row for each of HEAD_DIMS
-    ("paged_decode", 80, 1): (Launch(128, 4, 3), Launch(64, 4, 3), Launch(32, 4, 3)),
-    ("paged_decode", 80, 2): (Launch(64, 4, 3), Launch(64, 4, 2), Launch(32, 4, 2)),
-    ("paged_decode", 80, 4): (Launch(64, 4, 2), Launch(32, 4, 2), Launch(16, 4, 2)),
-    ("paged_decode", 90, 1): (Launch(128, 4, 4), Launch(128, 4, 3), Launch(64, 4, 3)),
-    ("paged_decode", 90, 2): (Launch(64, 4, 4), Launch(64, 4, 3), Launch(32, 4, 3)),
-    ("paged_decode", 90, 4): (Launch(64, 4, 3), Launch(32, 4, 3), Launch(16, 4, 3)),
-    ("paged_decode", 100, 1): (Launch(128, 4, 4), Launch(128, 4, 3), Launch(64, 4, 3)),
-    ("paged_decode", 100, 2): (Launch(64, 4, 4), Launch(64, 4, 3), Launch(32, 4, 3)),
-    ("paged_decode", 100, 4): (Launch(64, 4, 3), Launch(32, 4, 3), Launch(16, 4, 3)),
-    ("paged_prefill", 80, 1): (Launch(64, 8, 2, 128), Launch(32, 8, 2, 128), Launch(32, 8, 2, 64)),
-    ("paged_prefill", 80, 2): (Launch(64, 8, 3, 128), Launch(32, 8, 3, 128), Launch(32, 8, 2, 64)),
-    ("paged_prefill", 80, 4): (Launch(32, 8, 2, 64), Launch(16, 8, 2, 64), Launch(16, 8, 2, 32)),
-    ("paged_prefill", 90, 1): (Launch(64, 8, 3, 128), Launch(64, 8, 3, 128), Launch(32, 8, 2, 64)),
-    ("paged_prefill", 90, 2): (Launch(64, 8, 3, 128), Launch(64, 8, 3, 128), Launch(32, 8, 2, 64)),
-    ("paged_prefill", 90, 4): (Launch(32, 8, 2, 64), Launch(16, 8, 2, 64), Launch(16, 8, 2, 32)),
-    ("paged_prefill", 100, 1): (Launch(64, 8, 3, 128), Launch(64, 8, 3, 128), Launch(32, 8, 2, 64)),
-    ("paged_prefill", 100, 2): (Launch(64, 8, 3, 128), Launch(64, 8, 3, 128), Launch(32, 8, 2, 64)),
-    ("paged_prefill", 100, 4): (Launch(32, 8, 2, 64), Launch(16, 8, 2, 64), Launch(16, 8, 2, 32)),
+    ("paged_decode", 80, 1): (Launch(64, 4, 5), Launch(64, 4, 5), Launch(32, 4, 5)),
+    ("paged_decode", 80, 2): (Launch(64, 4, 5), Launch(64, 4, 5), Launch(32, 4, 5)),
+    ("paged_decode", 80, 4): (Launch(32, 4, 5), Launch(16, 4, 5), Launch(16, 4, 5)),
+    ("paged_decode", 90, 1): (Launch(64, 4, 7), Launch(64, 4, 7), Launch(32, 4, 7)),
+    ("paged_decode", 90, 2): (Launch(64, 4, 5), Launch(64, 4, 5), Launch(32, 4, 5)),
+    ("paged_decode", 90, 4): (Launch(32, 4, 5), Launch(16, 4, 5), Launch(16, 4, 5)),
+    ("paged_decode", 100, 1): (Launch(64, 4, 7), Launch(64, 4, 7), Launch(32, 4, 7)),
+    ("paged_decode", 100, 2): (Launch(64, 4, 5), Launch(64, 4, 5), Launch(32, 4, 5)),
+    ("paged_decode", 100, 4): (Launch(32, 4, 5), Launch(16, 4, 5), Launch(16, 4, 5)),
+    ("shared_decode", 80, 1): (Launch(64, 4, 5, 64), Launch(64, 8, 5, 32), Launch(32, 4, 5, 32)),
+    ("shared_decode", 80, 2): (Launch(64, 4, 5, 64), Launch(64, 4, 5, 32), Launch(32, 4, 5, 32)),
+    ("shared_decode", 80, 4): (Launch(32, 4, 5), Launch(16, 4, 5), Launch(16, 4, 5)),
+    ("shared_decode", 90, 1): (Launch(64, 4, 5, 64), Launch(64, 4, 5, 64), Launch(32, 4, 5, 64)),
+    ("shared_decode", 90, 2): (Launch(64, 4, 5, 64), Launch(64, 4, 5, 64), Launch(32, 4, 5, 64)),
+    ("shared_decode", 90, 4): (Launch(32, 4, 5), Launch(16, 4, 5), Launch(16, 4, 5)),
+    ("shared_decode", 100, 1): (Launch(64, 4, 5, 64), Launch(64, 4, 5, 64), Launch(32, 4, 5, 64)),
+    ("shared_decode", 100, 2): (Launch(64, 4, 5, 64), Launch(64, 4, 5, 64), Launch(32, 4, 5, 32)),
+    ("shared_decode", 100, 4): (Launch(32, 4, 5), Launch(16, 4, 5), Launch(16, 4, 5)),
+    ("paged_prefill", 80, 1): (Launch(64, 8, 5, 128), Launch(32, 8, 5, 128), Launch(32, 8, 5, 64)),
+    ("paged_prefill", 80, 2): (Launch(64, 8, 5, 128), Launch(64, 8, 5, 128), Launch(32, 8, 5, 64)),
+    ("paged_prefill", 80, 4): (Launch(32, 8, 3, 64), Launch(16, 8, 3, 64), Launch(16, 8, 3, 32)),
+    ("paged_prefill", 90, 1): (Launch(64, 8, 5, 128), Launch(64, 8, 5, 128), Launch(32, 8, 5, 64)),
+    ("paged_prefill", 90, 2): (Launch(64, 8, 5, 128), Launch(64, 8, 5, 128), Launch(32, 8, 5, 64)),
+    ("paged_prefill", 90, 4): (Launch(32, 8, 3, 64), Launch(16, 8, 3, 64), Launch(16, 8, 3, 32)),
+    ("paged_prefill", 100, 1): (Launch(64, 8, 5, 128), Launch(64, 8, 5, 128), Launch(32, 8, 5, 64)),
+    ("paged_prefill", 100, 2): (Launch(64, 8, 5, 128), Launch(64, 8, 5, 128), Launch(32, 8, 5, 64)),
+    ("paged_prefill", 100, 4): (Launch(32, 8, 3, 64), Launch(16, 8, 3, 64), Launch(16, 8, 3, 32)),
 }
 
 

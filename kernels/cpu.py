@@ -14,13 +14,23 @@ from kvtier.kernels.checks import (
     check_prefill,
     check_rope_write,
     check_rows,
+    check_scales,
+    check_shared,
     check_write,
 )
 from kvtier.kernels.cpu_attention import attend
 from kvtier.kernels.mirror import ContextMirror
-from kvtier.kernels.reference import rotate, rounded
+from kvtier.kernels.prefixes import SharedPrefixes
+from kvtier.kernels.reference import lead, rotate, rounded
 
-__all__ = ["ContextMirror", "paged_decode", "paged_prefill", "rope_write", "write_kv"]
+__all__ = [
+    "ContextMirror",
+    "paged_decode",
+    "paged_prefill",
+    "rope_write",
+    "shared_decode",
+    "write_kv",
+]
 
 
 def write_kv(
@@ -80,19 +90,53 @@ def paged_decode(
     block_tables: Tensor,
     context_lens: Tensor,
     scale: float,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     """One query a sequence over its whole context; see the reference for shapes and meaning.
 
     Raises ValueError on a shape, dtype or length that does not fit.
     """
     check_decode(query, key_pool, value_pool, block_tables, context_lens)
+    check_scales(key_pool, key_scale, value_scale)
     out = torch.zeros_like(query)
     for seq, context in enumerate(context_lens.tolist()):
         if context != 0:
             check_context(context, block_tables[seq], key_pool.shape[2])
-            keys, values = _gather(key_pool, value_pool, block_tables[seq], context)
+            keys = _gather(key_pool, block_tables[seq], context, key_scale, query.dtype)
+            values = _gather(value_pool, block_tables[seq], context, value_scale, query.dtype)
             out[seq] = attend(query[seq : seq + 1], keys, values, context - 1, scale)[0]
     return out
+
+
+def shared_decode(
+    query: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    shared: SharedPrefixes,
+    scale: float,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> Tensor:
+    """As `paged_decode`, whose bits it gives: on the CPU a shared prefix is read by each member.
+
+    Raises ValueError on a shape, dtype or length that does not fit.
+    """
+    check_shared(shared.members, shared.lens, shared.seq_lens, query.shape[0])
+    return paged_decode(
+        query,
+        key_pool,
+        value_pool,
+        lead(block_tables, context_lens, shared, key_pool.shape[2]),
+        context_lens,
+        scale,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
 
 
 def paged_prefill(
@@ -104,32 +148,36 @@ def paged_prefill(
     query_lens: Tensor,
     context_lens: Tensor,
     scale: float,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     """A chunk of queries a sequence, causal; see the reference for shapes and meaning.
 
     Raises ValueError on a shape, dtype or length that does not fit.
     """
     check_prefill(query, key_pool, value_pool, block_tables, query_starts, query_lens, context_lens)
+    check_scales(key_pool, key_scale, value_scale)
     out = torch.zeros_like(query)
     chunks = zip(query_starts.tolist(), query_lens.tolist(), context_lens.tolist(), strict=True)
     for seq, (first, count, context) in enumerate(chunks):
         if count != 0:
             check_rows(first, count, query.shape[0])
             check_context(context, block_tables[seq], key_pool.shape[2], count=count)
-            keys, values = _gather(key_pool, value_pool, block_tables[seq], context)
+            keys = _gather(key_pool, block_tables[seq], context, key_scale, query.dtype)
+            values = _gather(value_pool, block_tables[seq], context, value_scale, query.dtype)
             rows = query[first : first + count]
             out[first : first + count] = attend(rows, keys, values, context - count, scale)
     return out
 
 
 def _gather(
-    key_pool: Tensor, value_pool: Tensor, table: Tensor, context: int
-) -> tuple[Tensor, Tensor]:
-    """The first `context` positions of one sequence, K and V `[kv_heads, context, head_dim]`."""
-    blocks = table[: -(-context // key_pool.shape[2])]
-    keys = key_pool.index_select(0, blocks).transpose(0, 1).flatten(1, 2)
-    values = value_pool.index_select(0, blocks).transpose(0, 1).flatten(1, 2)
-    return keys[:, :context], values[:, :context]
+    pool: Tensor, table: Tensor, context: int, scale: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """The first `context` positions of one sequence: `[kv_heads, context, head_dim]` of `dtype`."""
+    blocks = pool.index_select(0, table[: -(-context // pool.shape[2])])
+    found = blocks.transpose(0, 1).flatten(1, 2)[:, :context]
+    return (found if scale is None else found.float() * scale[:, None, None]).to(dtype)
 
 
 def _scatter(

@@ -1,4 +1,9 @@
-"""Triton: ragged chunks of queries over cached and own blocks, causal. Knows block tables only."""
+"""Triton: ragged chunks of queries over cached and own blocks, causal. Knows block tables only.
+
+Tiles of positions are counted from position 0 and tiles of queries from the chunk's first. So a
+query's bits depend on its context, on where its chunk begins, on the model's shape and on the
+launch's sizes; not on the chunk's length, its batch, or where its blocks stand.
+"""
 
 # mypy: allow-untyped-decorators
 
@@ -7,9 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtier.kernels.checks import check_prefill
+from kvtier.kernels.checks import check_prefill, check_scales
 from kvtier.kernels.configs import Launch, architecture, lookup
 from kvtier.kernels.paged_tile import fold_tile
+from kvtier.kernels.workspace import readable
 
 LOG2_E = 1.4426950408889634
 
@@ -20,6 +26,8 @@ def paged_prefill_kernel(
     query_ptr: tl.tensor,
     key_pool_ptr: tl.tensor,
     value_pool_ptr: tl.tensor,
+    key_scale_ptr: tl.tensor,
+    value_scale_ptr: tl.tensor,
     block_tables_ptr: tl.tensor,
     query_starts_ptr: tl.tensor,
     query_lens_ptr: tl.tensor,
@@ -76,6 +84,8 @@ def paged_prefill_kernel(
     query_offsets = tokens * query_token_stride + heads * query_head_stride
     query = tl.load(query_ptr + query_offsets[:, None] + dims[None, :], mask=kept, other=0.0)
     limits = first_position + rows // GROUP
+    if key_scale_ptr is not None:
+        scale_log2 *= tl.load(key_scale_ptr + kv_head)
 
     acc = tl.zeros([ROWS, HEAD_DIM_PADDED], dtype=tl.float32)
     high = tl.full([ROWS], float("-inf"), dtype=tl.float32)
@@ -104,6 +114,7 @@ def paged_prefill_kernel(
             HEAD_DIM_PADDED,
             TILE,
             MASKED=False,
+            EVICTION="",
         )
     for first in range(unmasked, last_position + 1, TILE):
         acc, high, total = fold_tile(
@@ -125,10 +136,14 @@ def paged_prefill_kernel(
             HEAD_DIM_PADDED,
             TILE,
             MASKED=True,
+            EVICTION="",
         )
     out_offsets = tokens * out_token_stride + heads * out_head_stride
-    mixed = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + out_offsets[:, None] + dims[None, :], mixed, kept)
+    mixed = acc / total[:, None]
+    if value_scale_ptr is not None:
+        mixed *= tl.load(value_scale_ptr + kv_head)
+    stored = mixed.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_offsets[:, None] + dims[None, :], stored, kept)
 
 
 def prefill_constants(
@@ -160,19 +175,25 @@ def paged_prefill(
     context_lens: Tensor,
     scale: float,
     *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
     launch: Launch | None = None,
 ) -> Tensor:
     """Causal attention of a chunk of queries a sequence over cached and own blocks.
 
     query `[tokens, heads, head_dim]`; sequence `s` owns rows `query_starts[s]` to
     `query_starts[s] + query_lens[s]`, at positions `context_lens[s] - query_lens[s]` to
-    `context_lens[s] - 1`; its own K and V are already in the pool. block_tables int32
-    `[seqs, max_blocks]`, whose entries past the context are never read; the others int32 `[seqs]`.
-    Lengths and block ids are not checked: that would wait for the device. Rows that no sequence
-    owns come back as zeros. `launch` replaces the shipped sizes, which are part of the result's
-    bits. Returns query's shape. Raises ValueError on a shape or dtype that does not fit.
+    `context_lens[s] - 1`; its own K and V are already in the pool. Pools
+    `[num_blocks, kv_heads, block_size, head_dim]`, strided views of one layer, of query's dtype or
+    e4m3; key_scale and value_scale float32 `[kv_heads]` are the factors of an e4m3 pool's elements
+    (None: 1). block_tables int32 `[seqs, max_blocks]`, whose entries past the context are never
+    read; the others int32 `[seqs]`. Lengths and block ids are not checked: that would wait for the
+    device. Rows that no sequence owns come back as zeros. `launch` replaces the shipped sizes, and
+    with them the result's bits. Returns query's shape. Raises ValueError on a shape or dtype that
+    does not fit.
     """
     check_prefill(query, key_pool, value_pool, block_tables, query_starts, query_lens, context_lens)
+    check_scales(key_pool, key_scale, value_scale)
     tokens, heads, head_dim = query.shape
     _, kv_heads, block_size, _ = key_pool.shape
     seqs = context_lens.shape[0]
@@ -186,8 +207,10 @@ def paged_prefill(
     paged_prefill_kernel[(tiles, kv_heads)](
         out,
         query,
-        key_pool,
-        value_pool,
+        readable(key_pool),
+        readable(value_pool),
+        key_scale,
+        value_scale,
         block_tables,
         query_starts,
         query_lens,

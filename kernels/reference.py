@@ -17,8 +17,11 @@ from kvtier.kernels.checks import (
     check_prefill,
     check_rope_write,
     check_rows,
+    check_scales,
+    check_shared,
     check_write,
 )
+from kvtier.kernels.prefixes import SharedPrefixes
 
 
 def write_kv(
@@ -45,23 +48,78 @@ def paged_decode(
     block_tables: Tensor,
     context_lens: Tensor,
     scale: float,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     """`softmax(scale * q K^T) V` of one query a sequence over its whole context.
 
     query `[seqs, heads, head_dim]`; block_tables int32 `[seqs, max_blocks]`; context_lens int32
-    `[seqs]`, where 0 gives zeros. Query head `h` reads KV head `h // (heads / kv_heads)`.
-    Returns `[seqs, heads, head_dim]`. Raises ValueError on a shape, dtype or length that does not
-    fit.
+    `[seqs]`, where 0 gives zeros. Query head `h` reads KV head `h // (heads / kv_heads)`. An
+    e4m3 pool's elements stand for themselves times key_scale and value_scale, float32
+    `[kv_heads]`. Returns `[seqs, heads, head_dim]`. Raises ValueError on a shape, dtype or length
+    that does not fit.
     """
     check_decode(query, key_pool, value_pool, block_tables, context_lens)
+    check_scales(key_pool, key_scale, value_scale)
     out = torch.zeros_like(query)
     for seq, context in enumerate(context_lens.tolist()):
         if context != 0:
             check_context(context, block_tables[seq], key_pool.shape[2])
-            keys = gather_context(key_pool, block_tables[seq], context)
-            values = gather_context(value_pool, block_tables[seq], context)
+            keys = gather_context(key_pool, block_tables[seq], context, key_scale)
+            values = gather_context(value_pool, block_tables[seq], context, value_scale)
             out[seq] = attention(query[seq : seq + 1], keys, values, context - 1, scale)[0]
     return out
+
+
+def shared_decode(
+    query: Tensor,
+    key_pool: Tensor,
+    value_pool: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    shared: SharedPrefixes,
+    scale: float,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
+) -> Tensor:
+    """As `paged_decode`; the blocks of shared positions are those of a group's first member.
+
+    So it agrees with `paged_decode` where the members' tables agree. Raises ValueError on a shape,
+    dtype or length that does not fit.
+    """
+    check_shared(shared.members, shared.lens, shared.seq_lens, query.shape[0])
+    tables = lead(block_tables, context_lens, shared, key_pool.shape[2])
+    return paged_decode(
+        query,
+        key_pool,
+        value_pool,
+        tables,
+        context_lens,
+        scale,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
+
+
+def lead(
+    block_tables: Tensor, context_lens: Tensor, shared: SharedPrefixes, block_size: int
+) -> Tensor:
+    """The tables, each member's whole shared blocks replaced by those of its group's first.
+
+    Raises ValueError if more is shared than a member's context holds.
+    """
+    tables = block_tables.clone()
+    for members, length in zip(shared.members.tolist(), shared.lens.tolist(), strict=True):
+        for member in members:
+            if member >= 0:
+                if length > int(context_lens[member]):
+                    raise ValueError(
+                        f"lens: {length} shared positions pass sequence {member}'s context"
+                    )
+                tables[member, : length // block_size] = tables[members[0], : length // block_size]
+    return tables
 
 
 def paged_prefill(
@@ -73,34 +131,44 @@ def paged_prefill(
     query_lens: Tensor,
     context_lens: Tensor,
     scale: float,
+    *,
+    key_scale: Tensor | None = None,
+    value_scale: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of a chunk of queries a sequence over cached and own blocks.
 
     query `[tokens, heads, head_dim]`; sequence `s` owns rows `query_starts[s]` to
     `query_starts[s] + query_lens[s]`, at positions `context_lens[s] - query_lens[s]` to
     `context_lens[s] - 1`; its own K and V are already in the pool. All int32 `[seqs]`. Rows that no
-    sequence owns come back as zeros. Raises ValueError on a shape, dtype or length that does not
-    fit.
+    sequence owns come back as zeros. Scales as in `paged_decode`. Raises ValueError on a shape,
+    dtype or length that does not fit.
     """
     check_prefill(query, key_pool, value_pool, block_tables, query_starts, query_lens, context_lens)
+    check_scales(key_pool, key_scale, value_scale)
     out = torch.zeros_like(query)
     chunks = zip(query_starts.tolist(), query_lens.tolist(), context_lens.tolist(), strict=True)
     for seq, (first, count, context) in enumerate(chunks):
         if count != 0:
             check_rows(first, count, query.shape[0])
             check_context(context, block_tables[seq], key_pool.shape[2], count=count)
-            keys = gather_context(key_pool, block_tables[seq], context)
-            values = gather_context(value_pool, block_tables[seq], context)
+            keys = gather_context(key_pool, block_tables[seq], context, key_scale)
+            values = gather_context(value_pool, block_tables[seq], context, value_scale)
             rows = query[first : first + count]
             out[first : first + count] = attention(rows, keys, values, context - count, scale)
     return out
 
 
-def gather_context(pool: Tensor, table: Tensor, context: int) -> Tensor:
-    """The first `context` positions of one sequence: `[kv_heads, context, head_dim]`, a copy."""
+def gather_context(
+    pool: Tensor, table: Tensor, context: int, scale: Tensor | None = None
+) -> Tensor:
+    """The first `context` positions of one sequence: `[kv_heads, context, head_dim]`, a copy.
+
+    With a scale, float32 `[kv_heads]`, elements times that, in float32.
+    """
     block_size = pool.shape[2]
     blocks = pool[table[: -(-context // block_size)].long()]
-    return blocks.transpose(0, 1).flatten(1, 2)[:, :context]
+    found = blocks.transpose(0, 1).flatten(1, 2)[:, :context]
+    return found if scale is None else found.float() * scale[:, None, None]
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, start: int, scale: float) -> Tensor:

@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvtier.kernels import configs, paged_decode, paged_prefill, rope_write, write_kv
+from kvtier.kernels import configs, paged_decode, paged_prefill, rope_write, shared_decode, write_kv
 
 BLOCK_SIZE = 16
 MODELS = [(32, 8, 128), (7, 1, 80)]
@@ -34,6 +34,10 @@ POINTERS = {
     "slot_mapping_ptr": "*i64",
     "block_tables_ptr": "*i32",
     "context_lens_ptr": "*i32",
+    "arrived_ptr": "*i32",
+    "folded_lens_ptr": "*i32",
+    "members_ptr": "*i32",
+    "shared_lens_ptr": "*i32",
     "query_starts_ptr": "*i32",
     "query_lens_ptr": "*i32",
 }
@@ -46,7 +50,7 @@ def argument_type(name: str) -> str:
     return "fp32" if name == "scale_log2" else "i32"
 
 
-def report(kernel: Any, constants: dict[str, int], options: dict[str, int], arch: int) -> Any:
+def report(kernel: Any, constants: dict[str, Any], options: dict[str, Any], arch: int) -> Any:
     """Compile one kernel; count what matters in its PTX, and read the stack from its cubin."""
     names: list[str] = kernel.arg_names
     signature = {name: "constexpr" if name in constants else argument_type(name) for name in names}
@@ -89,7 +93,9 @@ def main(arch: int) -> None:
         model = (heads, kv_heads, head_dim, BLOCK_SIZE)
         decode = configs.lookup("paged_decode", arch, torch.bfloat16, head_dim)
         prefill = configs.lookup("paged_prefill", arch, torch.bfloat16, head_dim)
-        builds = {
+        shared = configs.lookup("shared_decode", arch, torch.bfloat16, head_dim)
+        unscaled = {"key_scale_ptr": None, "value_scale_ptr": None}
+        builds: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
             "write_kv": (
                 write_kv.write_kv_kernel,
                 write_kv.write_kv_constants(kv_heads, head_dim, BLOCK_SIZE),
@@ -102,17 +108,17 @@ def main(arch: int) -> None:
             ),
             "paged_decode": (
                 paged_decode.paged_decode_kernel,
-                paged_decode.decode_constants(*model, launch=decode),
+                paged_decode.decode_constants(*model, launch=decode) | unscaled,
                 decode.options,
             ),
-            "merge_splits": (
-                paged_decode.merge_splits_kernel,
-                paged_decode.merge_constants(head_dim, decode),
-                paged_decode.MERGE_OPTIONS,
+            "shared_decode": (
+                shared_decode.shared_decode_kernel,
+                shared_decode.shared_constants(*model, launch=shared) | unscaled,
+                shared.options,
             ),
             "paged_prefill": (
                 paged_prefill.paged_prefill_kernel,
-                paged_prefill.prefill_constants(*model, seqs=5, launch=prefill),
+                paged_prefill.prefill_constants(*model, seqs=5, launch=prefill) | unscaled,
                 prefill.options,
             ),
         }

@@ -99,6 +99,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("paged_decode", {"block_tables": ints(3, 3)}, "block_tables: want"),
     ("paged_decode", {"block_tables": ints(2, 3, dtype=torch.int64)}, "block_tables: want int32"),
     ("paged_decode", {"context_lens": torch.zeros(2)}, "context_lens: want int32"),
+    ("paged_decode", {"key_scale": torch.ones(2)}, "key_scale: give both"),
+    *(
+        (name, {"key_scale": torch.ones(2), "value_scale": torch.ones(2)}, "key_scale: only FP8")
+        for name in ("paged_decode", "paged_prefill")
+    ),
     ("paged_prefill", {"context_lens": ints(2, 1)}, "context_lens: want shape"),
     ("paged_prefill", {"query_starts": ints(1)}, "query_starts: want shape"),
     ("paged_prefill", {"query_lens": ints(2, dtype=torch.int64)}, "query_lens: want int32"),
@@ -113,6 +118,26 @@ def test_arguments_that_do_not_fit_are_refused_by_name(
     for call in CALLS[name]:
         with pytest.raises(ValueError, match=f"^{message}"):
             call(**(good(name) | change))
+
+
+@pytest.mark.parametrize("name", ["paged_decode", "paged_prefill"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"value_scale": torch.ones(3)}, r"value_scale: want float32 \[2\]"),
+        ({"key_scale": torch.ones(2).half()}, r"key_scale: want float32 \[2\]"),
+        ({"query": torch.zeros((2, 4, 24)).double()}, "query: want a 16- or 32-bit float"),
+    ],
+)
+def test_what_does_not_fit_an_fp8_pool_is_refused_by_name(
+    name: str, change: dict[str, Any], message: str
+) -> None:
+    arguments = good(name) | {"key_scale": torch.ones(2), "value_scale": torch.ones(2)}
+    for pool in ("key_pool", "value_pool"):
+        arguments[pool] = arguments[pool].to(torch.float8_e4m3fn)
+    for call in CALLS[name]:
+        with pytest.raises(ValueError, match=f"^{message}"):
+            call(**(arguments | change))
 
 
 LENGTHS: list[tuple[str, dict[str, Any], str]] = [

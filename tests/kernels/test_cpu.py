@@ -1,10 +1,12 @@
 """The CPU path against the float64 reference, with NaN wherever it must not read."""
 
+from types import ModuleType
+
 import pytest
 import torch
 
 from kvtier.kernels import cpu, reference
-from tests.kernels.cases import SHAPES, Shape, assert_near, make_case
+from tests.kernels.cases import FP8, SHAPES, Shape, assert_near, make_case
 
 DTYPES = [torch.float32, torch.float64, torch.float16]
 
@@ -40,6 +42,30 @@ def test_cpu_prefill_agrees_with_float64_on_ragged_chunks_over_cached_blocks(
         exact.query, exact.key_pool, exact.value_pool, *arguments, scale=shape.scale
     )
     assert got.dtype == dtype
+    assert_near(got, want)
+
+
+@pytest.mark.parametrize("implementation", [cpu, reference])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_torch_paths_of_fp8_pools_agree_with_float64(
+    implementation: ModuleType, dtype: torch.dtype
+) -> None:
+    case = make_case(SHAPES[1], [33, 20], queries=[3, 20], dtype=dtype, kv_dtype=FP8)
+    exact = case.doubled()
+    arguments = (case.block_tables, case.query_starts, case.query_lens, case.context_lens)
+    got = implementation.paged_prefill(
+        case.query, case.key_pool, case.value_pool, *arguments, case.shape.scale, **case.scales
+    )
+    want = reference.paged_prefill(
+        exact.query, exact.key_pool, exact.value_pool, *arguments, case.shape.scale
+    )
+    assert got.dtype == dtype
+    assert_near(got, want)
+    tables = (case.block_tables, case.context_lens, case.shape.scale)
+    got = implementation.paged_decode(
+        case.query[:2], case.key_pool, case.value_pool, *tables, **case.scales
+    )
+    want = reference.paged_decode(exact.query[:2], exact.key_pool, exact.value_pool, *tables)
     assert_near(got, want)
 
 

@@ -6,7 +6,16 @@ from torch import Tensor
 
 from kvtier.kernels import reference
 from kvtier.kernels.paged_prefill import paged_prefill
-from tests.kernels.cases import SHAPES, SHAPES_AND_DTYPES, Case, Shape, assert_near, make_case
+from tests.kernels.cases import (
+    SHAPES,
+    SHAPES_AND_DTYPES,
+    STORED,
+    Case,
+    Shape,
+    assert_near,
+    make_case,
+)
+from tests.kernels.matrix import MATRIX
 
 
 def run(case: Case) -> Tensor:
@@ -19,6 +28,8 @@ def run(case: Case) -> Tensor:
         case.query_lens,
         case.context_lens,
         case.shape.scale,
+        key_scale=case.key_scale,
+        value_scale=case.value_scale,
     )
 
 
@@ -46,6 +57,28 @@ def test_prefill_agrees_with_float64_on_ragged_chunks_over_cached_blocks(
     got = run(case)
     assert got.shape == case.query.shape and got.dtype == dtype
     assert_near(got, expected(case))
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), STORED[2:])
+def test_prefill_of_narrow_elements_agrees_with_float64(
+    dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
+) -> None:
+    case = make_case(
+        SHAPES[1], [17, 70], queries=[17, 3], dtype=dtype, kv_dtype=kv_dtype, device=device
+    )
+    assert_near(run(case), expected(case))
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize(("shape", "dtype", "kv_dtype"), MATRIX)
+def test_prefill_agrees_with_float64_on_every_shape(
+    shape: Shape, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
+) -> None:
+    contexts, queries = [1, 16, 17, 65, 129, 40], [1, 0, 17, 3, 15, 33]
+    case = make_case(
+        shape, contexts, queries=queries, dtype=dtype, kv_dtype=kv_dtype, device=device
+    )
+    assert_near(run(case), expected(case))
 
 
 @pytest.mark.parametrize("pieces", [[70], [1, 69], [16, 16, 38], [64, 5, 1]])
