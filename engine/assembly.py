@@ -31,11 +31,16 @@ from kvtier.tiers.writeback import WRITEBACK_S
 
 MIB, GIB = 1 << 20, 1 << 30
 
+# On the CPU the fast tier competes with everything else the machine does: no share of it is ours.
+CPU_HBM_BYTES = 1 * GIB
+
 
 @dataclass(frozen=True)
 class CacheSettings:
     """Where K and V may live. Sizes in bytes.
 
+    `hbm_bytes` None: on CUDA `hbm_fraction` of what is free beside the model's weights, less what
+    its largest launch takes (`kvtier.engine.sizing`); on the CPU `CPU_HBM_BYTES`.
     `store`: a directory for the NVMe tier, bounded by `nvme_bytes`. `socket`: a sidecar that owns
     DRAM and NVMe, so that `dram_bytes`, `nvme_bytes` and `store` are its business, not ours.
     `dram_bytes` 0 leaves the DRAM tier out. `codec` ("raw", "zstd", "auto"): how the NVMe tier
@@ -51,7 +56,8 @@ class CacheSettings:
     policy there is not.
     """
 
-    hbm_bytes: int = 1 * GIB
+    hbm_bytes: int | None = None
+    hbm_fraction: float = 0.9
     dram_bytes: int = 2 * GIB
     store: Path | None = None
     nvme_bytes: int = 16 * GIB
@@ -74,6 +80,10 @@ class CacheSettings:
         if self.nvme_admission not in ADMISSIONS:
             raise BadSettings(
                 f"cache.nvme_admission: {self.nvme_admission!r} given, want {', '.join(ADMISSIONS)}"
+            )
+        if not 0 < self.hbm_fraction <= 1:
+            raise BadSettings(
+                f"cache.hbm_fraction: {self.hbm_fraction} given, want more than 0 and at most 1"
             )
         for name in ("writeback_s", "write_budget_bytes"):
             value = getattr(self, name)
@@ -100,15 +110,21 @@ class OpenCache:
 def open_cache(settings: CacheSettings, layout: BlockLayout, device: str = "cpu") -> OpenCache:
     """Open every tier; `device` is "cpu" or a CUDA device.
 
-    Raises what the tiers raise; nothing stays open then.
+    Raises what the tiers raise, and `BadSettings` on CUDA without `hbm_bytes`; nothing stays open
+    then.
     """
+    hbm_bytes = CPU_HBM_BYTES if settings.hbm_bytes is None else settings.hbm_bytes
+    if settings.hbm_bytes is None and device != "cpu":
+        raise BadSettings(
+            f"cache.hbm_bytes: none given for {device}; measure it (kvtier.engine.sizing) or set it"
+        )
     with ExitStack() as stack:
         signal = Signal()
         cuda = None if device == "cpu" else CudaDevice(signal, torch.device(device).index or 0)
         copies: Device = CpuDevice(signal) if cuda is None else cuda
         stack.callback(copies.close)
         mover = Mover(copies)
-        hbm = HbmPool.sized(layout, settings.hbm_bytes, device=device, debug=settings.debug)
+        hbm = HbmPool.sized(layout, hbm_bytes, device=device, debug=settings.debug)
         pools: list[Pool] = [hbm]
         store: NvmeTier | SidecarTier | None = None
         admission: Admission | None = None

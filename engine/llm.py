@@ -26,6 +26,7 @@ from kvtier.engine.request import Completion, Request
 from kvtier.engine.runner import Runner
 from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.scheduler import EngineSettings
+from kvtier.engine.sizing import CudaMeter, measured
 from kvtier.engine.tokenizer import Message, TextStream, Tokenizer, has_tokenizer
 from kvtier.engine.weights import load_weights
 from kvtier.index.namespace import BlockLayout, Namespace
@@ -75,12 +76,24 @@ class LLM:
         )
         self._namespace = namespace_of(self.directory, config, self.layout)
         with ExitStack() as stack:
+            # The weights first: the pool gets what they leave.
+            model = LlamaModel(config, load_weights(self.directory, config, DTYPES[dtype], device))
+            if device != "cpu":
+                settings = measured(
+                    settings,
+                    engine,
+                    self.layout,
+                    model,
+                    lambda pool: _attention(pool, 0),
+                    config.max_positions,
+                    device,
+                    CudaMeter(device),
+                )
             self._open = open_cache(settings, self.layout, device)
             stack.callback(self._open.close)
             self.cache, self.store = self._open.cache, self._open.store
-            weights = load_weights(self.directory, config, DTYPES[dtype], device)
             runner = Runner(
-                LlamaModel(config, weights),
+                model,
                 _attention(self._open.hbm.tensor, config.max_positions),
                 self.cache.guard,
                 settings.block_size,
