@@ -14,6 +14,7 @@ GOOD = {
 }
 SAID = {
     "good": GOOD,
+    "failing": GOOD | {"figures": {"tests_failed": 1.0, "tests_passed": 9.0}},
     "half": GOOD | {"figures": {"layout_pool_gib": 64.0}, "skips": {"layout_loss": "no time"}},
     "options": GOOD | {"notes": sys.argv[2:]},
     "skipped": {"status": "skipped", "why": "no such card"},

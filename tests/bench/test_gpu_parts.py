@@ -5,8 +5,10 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ from bench import (
     gpu_exact,
     gpu_layout,
     gpu_lengths,
+    gpu_pool,
     gpu_prefill,
     gpu_ttft,
 )
@@ -29,8 +32,12 @@ from bench.gpu_model import ONE_BILLION, TINY, write_model
 from bench.gpu_part import Report, Setting, run_part
 from bench.gpu_pool import Pool, Shape, check_decode, decode_bytes, fill, make_step, prefill_flops
 from bench.gpu_tests import Clerk
+from kvtier.engine.llm import LLM
 from kvtier.engine.model_config import read_config
+from kvtier.engine.request import Completion
 from kvtier.engine.weights import load_weights
+from kvtier.index.words import TierId
+from kvtier.tiers.contracts import Flight
 
 LLAMA_8B = Shape(32, 8, 128, 16)
 GIB = 1 << 30
@@ -173,6 +180,44 @@ def test_a_kernel_that_is_wrong_is_not_measured(monkeypatch: pytest.MonkeyPatch)
         gpu_bandwidth.measure_read(gpu)
     with pytest.raises(RuntimeError, match="off by"):
         same_rows(torch.tensor([1.0, float("nan")]), torch.zeros(2), 2.0)
+    monkeypatch.setattr(gpu_pool, "paged_decode", lambda query, *rest: torch.zeros_like(query))
+    with pytest.raises(RuntimeError, match="off by"):
+        check_decode(pool, step)
+    point = gpu_prefill.Point(4, 2, 5, 21)
+    _, query, tables = gpu_prefill.ours(gpu, pool, point)
+    with pytest.raises(RuntimeError, match="off by"):
+        gpu_prefill.check(pool, point, torch.zeros_like(query), query, tables)
+
+
+def test_copies_that_do_not_arrive_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = next(iter(gpu_copies.TINY.values()))
+    with gpu_copies.Rig(StandIn(), layout, 4) as rig:
+        gpu_copies.check(rig)
+        lost = Flight(1, rig.device.signal)
+        lost.fail_rest(OSError("the bus is gone"))
+        with pytest.raises(RuntimeError, match="the bus is gone"):
+            rig.finish(lost)
+        monkeypatch.setattr(rig, "demote", lambda low, top: Flight(0, rig.device.signal))
+        with pytest.raises(RuntimeError, match="a demoted block has other bytes"):
+            gpu_copies.check(rig)
+        monkeypatch.setattr(rig, "promote", lambda low, top: Flight(0, rig.device.signal))
+        rig.hbm.flat.zero_()
+        rig.host[-1] = 1
+        with pytest.raises(RuntimeError, match="a promoted block has other bytes"):
+            gpu_copies.check(rig)
+
+
+def test_a_hit_from_another_tier_is_no_figure_of_this_one() -> None:
+    llm = SimpleNamespace(layout=SimpleNamespace(block_size=16))
+    prompt = gpu_ttft.Prompt(cast(LLM, llm), np.arange(65, dtype=np.int32))
+    tiers = {name: tier for name, (tier, _) in gpu_ttft.TIERS.items()}
+    hits = {name: SimpleNamespace(hit_tokens={tier: 64}) for name, tier in tiers.items()}
+    prompt.last = cast(dict[str, Completion], hits)
+    prompt.check()
+    for wrong in ({TierId.HBM: 64}, {TierId.DRAM: 48}, {TierId.DRAM: 48, TierId.HBM: 16}):
+        hits["dram"] = SimpleNamespace(hit_tokens=wrong)
+        with pytest.raises(RuntimeError, match="dram: .* want 64"):
+            prompt.check()
 
 
 def test_eight_bit_floats_are_filled_with_numbers() -> None:

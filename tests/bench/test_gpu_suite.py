@@ -42,6 +42,11 @@ def test_a_hit_with_other_bits_is_a_failure_and_not_a_shortfall() -> None:
     assert [line.verdict for line in lines] == [Verdict.FAILED, Verdict.MET, Verdict.SKIPPED]
 
 
+def test_a_gpu_test_that_fails_fails_the_run() -> None:
+    result, status = run_suite(fake("probe", part="card"), [fake("failing", part="tests")])
+    assert status == 1 and result["failed"] == ["tests_failed"]
+
+
 def test_a_figure_that_a_part_left_out_says_why() -> None:
     outcome, lines = judge(run_process(fake("half")))
     assert outcome.status == "measured"
