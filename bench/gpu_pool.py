@@ -13,7 +13,9 @@ from torch import Tensor
 
 from bench.gpu import Gpu, same_rows
 from kvtier.kernels import reference
-from kvtier.kernels.paged_decode import paged_decode
+from kvtier.kernels.configs import architecture, lookup
+from kvtier.kernels.paged_decode import count_splits, paged_decode
+from kvtier.kernels.workspace import DecodeWorkspace
 
 FILL_BYTES = 1 << 30
 
@@ -85,6 +87,11 @@ class Pool:
         self.num_blocks = num_blocks
         self.layers = layers
         self._block_major = True
+        self.scales: dict[str, Tensor] = {}
+        if shape.dtype.itemsize == 1:
+            names = ("key_scale", "value_scale")
+            ones = torch.ones(shape.kv_heads, device=gpu.device)
+            self.scales = {name: ones.clone() for name in names}
         self._tensor = torch.empty(size, dtype=shape.dtype, device=gpu.device)
         fill(self._tensor)
 
@@ -130,12 +137,16 @@ def fill(tensor: Tensor) -> None:
 
 @dataclass(frozen=True)
 class Step:
-    """One decode step's arguments: query `[seqs, heads, head_dim]`, tables and lengths int32."""
+    """One decode step's arguments: query `[seqs, heads, head_dim]`, tables and lengths int32.
+
+    `workspace` is there from the start, as in an engine.
+    """
 
     query: Tensor
     tables: Tensor
     lens: Tensor
     contexts: tuple[int, ...]
+    workspace: DecodeWorkspace
 
 
 def make_step(
@@ -161,22 +172,38 @@ def make_step(
         tables[row, :count] = order[used : used + count].to(torch.int32)
         used += count
     query = torch.randn((len(contexts), shape.heads, shape.head_dim), device=gpu.device)
+    launch = lookup("paged_decode", architecture(gpu.device), shape.dtype, shape.head_dim)
+    splits = count_splits(tables, shape.block_size, launch)
     return Step(
         query.to(query_dtype or shape.dtype),
         tables.to(gpu.device),
         torch.tensor(contexts, dtype=torch.int32, device=gpu.device),
         tuple(contexts),
+        DecodeWorkspace(len(contexts), shape.heads, shape.head_dim, splits, gpu.device),
     )
 
 
 def decode(pool: Pool, step: Step, layer: int = 0) -> Tensor:
     """The kernel that is measured."""
-    keys, values = pool.keys(layer), pool.values(layer)
-    return paged_decode(step.query, keys, values, step.tables, step.lens, pool.shape.scale)
+    return paged_decode(
+        step.query,
+        pool.keys(layer),
+        pool.values(layer),
+        step.tables,
+        step.lens,
+        pool.shape.scale,
+        workspace=step.workspace,
+        **pool.scales,
+    )
 
 
 def check_decode(pool: Pool, step: Step, layer: int = 0) -> float:
-    """Largest difference of the first and the last sequence from the reference.
+    """`check_rows` of the kernel that is measured."""
+    return check_rows(decode(pool, step, layer), pool, step, layer)
+
+
+def check_rows(out: Tensor, pool: Pool, step: Step, layer: int = 0) -> float:
+    """Largest difference of the first and the last sequence's rows from the reference.
 
     Raises RuntimeError if that is more than the dtype allows.
     """
@@ -188,5 +215,6 @@ def check_decode(pool: Pool, step: Step, layer: int = 0) -> float:
         step.tables[rows],
         step.lens[rows],
         pool.shape.scale,
+        **pool.scales,
     )
-    return same_rows(decode(pool, step, layer)[rows], want, 2e-2)
+    return same_rows(out[rows], want, 2e-2)

@@ -27,7 +27,7 @@ from bench.gpu import NoGpu, StandIn, describe, open_gpu, same_rows
 from bench.gpu_attention import Point, figures_of, fitting, grid
 from bench.gpu_budget import Budget
 from bench.gpu_figures import FIGURES
-from bench.gpu_lengths import spread
+from bench.gpu_lengths import share, spread
 from bench.gpu_model import ONE_BILLION, TINY, write_model
 from bench.gpu_part import Report, Setting, run_part
 from bench.gpu_pool import Pool, Shape, check_decode, decode_bytes, fill, make_step, prefill_flops
@@ -156,6 +156,14 @@ def test_a_step_gives_every_sequence_blocks_of_its_own() -> None:
         make_step(StandIn(), Shape(4, 1, 16, 16), [33, 16, 1], 4)
 
 
+def test_a_document_in_common_is_the_first_sequences_blocks() -> None:
+    step = make_step(StandIn(), Shape(4, 1, 16, 16), [40, 40, 40], 9)
+    shared, prefixes = share(step, 32, 16)
+    assert shared.tables[:, :2].tolist() == [step.tables[0, :2].tolist()] * 3
+    assert shared.tables[:, 2].tolist() == step.tables[:, 2].tolist()
+    assert (prefixes.members.tolist(), prefixes.lens.tolist()) == ([[0, 1, 2]], [32])
+
+
 def test_both_layouts_are_the_same_memory() -> None:
     pool = Pool(StandIn(), Shape(4, 2, 16, 16, torch.float16), 6, 3)
     planes = pool.layer_major()
@@ -180,7 +188,9 @@ def test_a_kernel_that_is_wrong_is_not_measured(monkeypatch: pytest.MonkeyPatch)
         gpu_bandwidth.measure_read(gpu)
     with pytest.raises(RuntimeError, match="off by"):
         same_rows(torch.tensor([1.0, float("nan")]), torch.zeros(2), 2.0)
-    monkeypatch.setattr(gpu_pool, "paged_decode", lambda query, *rest: torch.zeros_like(query))
+    monkeypatch.setattr(
+        gpu_pool, "paged_decode", lambda query, *rest, **more: torch.zeros_like(query)
+    )
     with pytest.raises(RuntimeError, match="off by"):
         check_decode(pool, step)
     point = gpu_prefill.Point(4, 2, 5, 21)
