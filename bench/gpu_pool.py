@@ -87,11 +87,9 @@ class Pool:
         self.num_blocks = num_blocks
         self.layers = layers
         self._block_major = True
-        self.scales: dict[str, Tensor] = {}
+        self.scale: Tensor | None = None  # of K and of V: static, one a head
         if shape.dtype.itemsize == 1:
-            names = ("key_scale", "value_scale")
-            ones = torch.ones(shape.kv_heads, device=gpu.device)
-            self.scales = {name: ones.clone() for name in names}
+            self.scale = torch.ones(shape.kv_heads, device=gpu.device)
         self._tensor = torch.empty(size, dtype=shape.dtype, device=gpu.device)
         fill(self._tensor)
 
@@ -193,7 +191,8 @@ def decode(pool: Pool, step: Step, layer: int = 0) -> Tensor:
         step.lens,
         pool.shape.scale,
         workspace=step.workspace,
-        **pool.scales,
+        key_scale=pool.scale,
+        value_scale=pool.scale,
     )
 
 
@@ -215,6 +214,7 @@ def check_rows(out: Tensor, pool: Pool, step: Step, layer: int = 0) -> float:
         step.tables[rows],
         step.lens[rows],
         pool.shape.scale,
-        **pool.scales,
+        key_scale=pool.scale,
+        value_scale=pool.scale,
     )
     return same_rows(out[rows], want, 2e-2)
