@@ -7,8 +7,7 @@ synchronously, and nothing would say so.
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from threading import Lock
@@ -20,6 +19,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvtier.index.errors import KvtierError
 from kvtier.tiers.contracts import Flight, Pool, Signal
+from kvtier.tiers.cuda_runtime import Mark, Pair, Queue, Runtime, TorchRuntime
 from kvtier.tiers.device import COMPUTE, D2H, H2D, LANDING_BYTES, Copy, Event, coalesce, rows
 from kvtier.tiers.hbm import HbmPool
 from kvtier.tiers.pool import ArrayPool
@@ -76,14 +76,14 @@ def register_cuda(pool: ArrayPool) -> Registration:
 class CudaEvent:
     """A recorded CUDA event. A lost context ends it with an error: nothing is copied any more."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
+    def __init__(self, mark: Mark) -> None:
+        self.mark = mark
         self._error: Exception | None = None
 
     @property
     def done(self) -> bool:
         try:
-            return self._error is not None or bool(self.event.query())  # type: ignore[no-untyped-call]
+            return self._error is not None or self.mark.query()
         except RuntimeError as error:
             self._error = error
             return True
@@ -95,7 +95,7 @@ class CudaEvent:
     def wait(self, timeout_s: float | None) -> bool:
         """CUDA has no timed wait: with a timeout, asks every 0.2 ms."""
         if timeout_s is None:
-            self.event.synchronize()
+            self.mark.synchronize()
             return True
         deadline = time.monotonic() + timeout_s
         while not self.done:
@@ -107,30 +107,41 @@ class CudaEvent:
 
 @dataclass(frozen=True)
 class _Landing:
-    """Blocks whose bytes have arrived once `event` is done."""
+    """Blocks that are being copied between two marks."""
 
-    event: torch.cuda.Event
+    began: Mark
+    ended: Mark
     blocks: list[int]
 
 
 class CudaDevice:
     """Copy streams beside the engine's. "compute" is the stream current in the calling thread.
 
-    Promotion has the higher stream priority. Raises `RuntimeError` from any call once the CUDA
-    context is lost. Not to be called while a graph is captured.
+    Promotion has the higher stream priority. What is submitted is handed to the copy engine at
+    once, so a flight is called off when it is submitted or not at all. Raises `RuntimeError` from
+    any call once the CUDA context is lost. Not to be called while a graph is captured.
+
+    `runtime` and `register` are torch's CUDA device `index` unless given; `clock` is that of
+    deadlines.
     """
 
-    def __init__(self, signal: Signal, index: int = 0) -> None:
+    def __init__(
+        self,
+        signal: Signal,
+        index: int = 0,
+        *,
+        runtime: Runtime | None = None,
+        register: Callable[[ArrayPool], Registration] = register_cuda,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.signal = signal
-        self._device = torch.device("cuda", index)
-        self._streams = {
-            H2D: torch.cuda.Stream(self._device, priority=-1),  # type: ignore[no-untyped-call]
-            D2H: torch.cuda.Stream(self._device, priority=0),  # type: ignore[no-untyped-call]
+        self._runtime: Runtime = TorchRuntime(index) if runtime is None else runtime
+        self._register = register
+        self._clock = clock
+        self._streams: dict[str, Queue] = {
+            stream: self._runtime.stream(urgent=stream == H2D) for stream in (H2D, D2H)
         }
-        self._landers = {
-            stream: ThreadPoolExecutor(1, f"kvtier-{stream}", torch.cuda.set_device, (index,))
-            for stream in self._streams
-        }
+        self._landers = {stream: self._runtime.worker(stream) for stream in self._streams}
         self._registered: dict[Pool, Registration] = {}
         self._lock = Lock()
 
@@ -139,9 +150,9 @@ class CudaDevice:
 
         Raises `KvtierError` where CUDA refuses.
         """
-        with self._lock, torch.cuda.device(self._device):
+        with self._lock, self._runtime.here():
             if pool not in self._registered:
-                self._registered[pool] = register_cuda(pool)
+                self._registered[pool] = self._register(pool)
 
     def forget(self, pool: ArrayPool) -> None:
         """Finish what was submitted and unlock a pool, before it is closed."""
@@ -166,27 +177,35 @@ class CudaDevice:
         if not runs:
             return self.record(stream)
         landings: list[_Landing] = []
-        with self._lock, torch.cuda.stream(queue):
+        with self._lock:
             self._fence(queue, after)
+            # Whoever comes next waits for this move instead of those before it: also if it is
+            # called off, its event stands behind them.
+            began = last = self._mark(queue)
+            if flight.is_off(self._clock()):
+                flight.call_off(range(len(copies)))
+                return CudaEvent(began)
+            pairs: list[Pair] = []
             blocks: list[int] = []
             nbytes = 0
-            failed = False
             try:
                 for run in runs:
                     first = copies[run.start]
                     target = self._rows(first.dst, first.dst_slot, len(run))
-                    target.copy_(self._rows(first.src, first.src_slot, len(run)), non_blocking=True)
+                    pairs.append((target, self._rows(first.src, first.src_slot, len(run))))
                     blocks += run
                     nbytes += target.numel()
                     if nbytes >= LANDING_BYTES or run is runs[-1]:
-                        landings.append(_Landing(self._mark(queue), blocks))
-                        blocks, nbytes = [], 0
+                        self._runtime.copy(queue, pairs)
+                        began, last = last, self._mark(queue)
+                        landings.append(_Landing(began, last, blocks))
+                        pairs, blocks, nbytes = [], [], 0
             except RuntimeError as error:
-                failed = True
                 flight.fail_rest(error)
+                last = self._mark(queue)  # behind those that were queued before the one that failed
             # The event a block lands by is the event its slot is idle by, so no second wake-up is
-            # needed. After an error the queue's end covers what was queued before it.
-            end = CudaEvent(self._mark(queue) if failed else landings[-1].event)
+            # needed.
+            end = CudaEvent(last)
         self._landers[stream].submit(_land, landings, copies, flight, checksum=checksum)
         return end
 
@@ -205,20 +224,18 @@ class CudaDevice:
             registration.close()
         self._registered.clear()
 
-    def _queue(self, stream: str) -> torch.cuda.Stream:
-        if stream == COMPUTE:
-            return torch.cuda.current_stream(self._device)
-        return self._streams[stream]
+    def _queue(self, stream: str) -> Queue:
+        return self._runtime.compute() if stream == COMPUTE else self._streams[stream]
 
-    def _mark(self, queue: torch.cuda.Stream) -> torch.cuda.Event:
-        event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(queue)
-        return event
+    def _mark(self, queue: Queue) -> Mark:
+        mark = self._runtime.mark()
+        mark.record(queue)
+        return mark
 
-    def _fence(self, queue: torch.cuda.Stream, events: Sequence[Event]) -> None:
+    def _fence(self, queue: Queue, events: Sequence[Event]) -> None:
         for event in events:
             if isinstance(event, CudaEvent):
-                queue.wait_event(event.event)
+                queue.wait_event(event.mark)
             elif not event.done:
                 raise TypeError(f"{event!r} is an event of another device")
 
@@ -264,7 +281,8 @@ def _land(
 ) -> None:
     try:
         for landing in landings:
-            landing.event.synchronize()
+            landing.ended.synchronize()
+            busy_s = landing.began.elapsed_time(landing.ended) / 1000
             sums = None
             if checksum:
                 targets = (copies[block] for block in landing.blocks)
@@ -272,7 +290,7 @@ def _land(
                     [xxh3_64_intdigest(rows(c.dst, c.dst_slot, 1).data) for c in targets],
                     np.uint64,
                 )
-            flight.land(landing.blocks, sums)
+            flight.land(landing.blocks, sums, busy_s=busy_s)
     except BaseException as error:
         flight.fail_rest(error if isinstance(error, Exception) else None)
         raise

@@ -66,12 +66,8 @@ class Running:
     tail: int | None = None
 
 
-def make(choose: Callable[[int], int], size: int) -> "CacheProgram":
-    return CacheProgram(choose, size)
-
-
 class CacheProgram:
-    def __init__(self, choose: Callable[[int], int], size: int) -> None:
+    def __init__(self, choose: Callable[[int], int], size: int, *, on_cuda: bool = False) -> None:
         hbm, dram, store = SIZES[size % len(SIZES)]
         self.most_in_flight = BLOCK_BYTES * (2, 5)[size // 7 % 2]
         self.rig = GpuRig.make(
@@ -81,6 +77,7 @@ class CacheProgram:
             store=store is not None,
             async_compute=True,
             seed=choose,
+            on_cuda=on_cuda,
             most_in_flight=self.most_in_flight,
             writeback_s=(None, 30.0)[size // 11 % 2],
         )
@@ -217,7 +214,7 @@ class CacheProgram:
             self.tickets.pop(a % len(self.tickets)).close()
 
     def run(self, a: int, b: int, c: int) -> None:
-        for _ in range(1 + a % 6):
+        for _ in range(1 + a % 9):
             self.sim.run_one()
         self.cache.poll()
 
@@ -281,6 +278,7 @@ class CacheProgram:
             assert count.pinned == 0, count
         if self.has_store:
             self.rig.store.check()
+        self.rig.mover.device.close()
         for tokens in (prompt(a, b) for a in range(4) for b in range(6)):
             ids = self.cache._index.match(NAMESPACE, tokens)
             for col, pool in enumerate(self.rig.pools):

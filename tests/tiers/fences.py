@@ -55,6 +55,7 @@ class Verdict:
 
 MOVER, LEDGER, GUARD = "tiers/mover.py", "tiers/ledger.py", "tiers/guard.py"
 CACHE, LOAD, DEVICE = "tiers/cache.py", "tiers/load.py", "tiers/device.py"
+CUDA = "tiers/cuda.py"
 
 FENCES: tuple[Fence, ...] = (
     Fence(
@@ -120,6 +121,18 @@ FENCES: tuple[Fence, ...] = (
         MOVER,
         "{id(e): e for e in events}.values() if not event.done]",
         "{id(e): e for e in events}.values() if event.done]",
+    ),
+    Fence(
+        "no block of a move overwrites another's destination",
+        MOVER,
+        "if len(set(targets)) < len(targets):",
+        "if False:",
+    ),
+    Fence(
+        "no block of a move overwrites another's source",
+        MOVER,
+        "if src is dst and not set(sources).isdisjoint(targets):",
+        "if False:",
     ),
     Fence(
         "compute behind a fence waits for copies",
@@ -249,6 +262,70 @@ FENCES: tuple[Fence, ...] = (
         DEVICE,
         "        if stream == COMPUTE:\n            _await(events)",
         "        if stream == COMPUTE:\n            pass",
+    ),
+    Fence(
+        "a CUDA stream waits for what its copies come after",
+        CUDA,
+        "            self._fence(queue, after)\n",
+        "",
+    ),
+    Fence(
+        "CUDA's compute waits for copies",
+        CUDA,
+        "self._fence(self._queue(stream), events)",
+        "pass",
+    ),
+    Fence("a CUDA stream waits for each event", CUDA, "queue.wait_event(event.mark)", "pass"),
+    Fence(
+        "a move on CUDA is over when its copies are",
+        CUDA,
+        "end = CudaEvent(last)",
+        "end = CudaEvent(began)",
+    ),
+    Fence(
+        "a move that CUDA broke off is over when what was queued is",
+        CUDA,
+        "                last = self._mark(queue)  # behind",
+        "                pass  # behind",
+    ),
+    Fence(
+        "a move that CUDA did not begin stands behind what it would have waited for",
+        CUDA,
+        "                return CudaEvent(began)",
+        "                return CudaEvent(self._runtime.mark())",
+    ),
+    Fence(
+        "a block lands on CUDA when its copy is over",
+        CUDA,
+        "            landing.ended.synchronize()\n            busy_s = "
+        "landing.began.elapsed_time(landing.ended) / 1000\n",
+        "            busy_s = 0.0\n",
+    ),
+    Fence(
+        "host memory is unlocked when its copies are over",
+        CUDA,
+        "            for stream in self._streams.values():\n"
+        "                stream.synchronize()\n            registration",
+        "            registration",
+    ),
+    Fence(
+        "a CUDA device is closed when its copies are over",
+        CUDA,
+        "            lander.shutdown()\n        for stream in self._streams.values():\n"
+        "            stream.synchronize()\n",
+        "            pass\n",
+    ),
+    Fence(
+        "a copy ends at the border of registered memory",
+        CUDA,
+        "borders.update(range(run.start + -slot % chunks[pool], run.stop, chunks[pool]))",
+        "pass",
+    ),
+    Fence(
+        "a copy ends where slots have padding behind them",
+        CUDA,
+        "chunks[pool] = registration.chunk_slots if is_dense else 1",
+        "chunks[pool] = registration.chunk_slots",
     ),
 )
 

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvtier.index.words import Slots, TierId
+from kvtier.tiers.contracts import Bytes
 from kvtier.tiers.device import Event
 from kvtier.tiers.pool import ArrayPool
 from kvtier.tiers.simulated import SimDevice, places
@@ -16,9 +17,17 @@ T = TypeVar("T")
 class JudgedPool(ArrayPool):
     """A pool whose freed slots are poisoned on the spot: nobody may have business with them."""
 
-    def __init__(self, sim: SimDevice, tier: TierId, num_slots: int, block_bytes: int) -> None:
+    def __init__(
+        self,
+        sim: SimDevice,
+        tier: TierId,
+        num_slots: int,
+        block_bytes: int,
+        *,
+        array: Bytes | None = None,
+    ) -> None:
         self._sim = sim
-        super().__init__(tier, num_slots, block_bytes, debug=True)
+        super().__init__(tier, num_slots, block_bytes, debug=True, array=array)
 
     def _poison(self, slots: Slots) -> None:
         self._sim.touch("poison", writes=places(self, slots))
@@ -47,6 +56,9 @@ class SimWorker(Executor):
         job = partial(_work, future, partial(fn, *args, **kwargs))
         future.event = self._sim.schedule("job", job, stream=self._name)
         return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self._sim.record(self._name).wait(None)
 
 
 def _work(future: SimFuture[T], job: Callable[[], T]) -> None:

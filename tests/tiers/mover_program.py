@@ -8,22 +8,27 @@ them idle, and then poisoned on the spot.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from kvtier.index.namespace import BlockLayout
 from kvtier.index.words import Slots, TierId
 from kvtier.tiers.contracts import FAILED, LANDED, Bytes, Flight
+from kvtier.tiers.cuda import CudaDevice
 from kvtier.tiers.device import D2H, H2D, CpuDevice, Device
 from kvtier.tiers.hazards import Place
 from kvtier.tiers.mover import Mover
 from kvtier.tiers.pool import ArrayPool
 from kvtier.tiers.simulated import SimDevice, places
 from tests.prf import block_bytes
+from tests.tiers.fake_cuda import FakeCuda, JudgedHbm, dense
 from tests.tiers.judged import JudgedPool, SimWorker
 
 BB = 64
-NUM_SLOTS = 6
+NUM_SLOTS = 8
+AnyPool = ArrayPool | JudgedHbm
 
 WEIGHTS = {
     "fill": 8,
@@ -31,6 +36,7 @@ WEIGHTS = {
     "write_behind": 3,
     "demote": 10,
     "promote": 10,
+    "copy": 4,
     "read": 8,
     "read_on_host": 5,
     "free": 8,
@@ -38,7 +44,7 @@ WEIGHTS = {
     "cancel": 2,
     "join": 1,
     "pass_time": 2,
-    "break_things": 1,
+    "break_things": 4,
 }
 
 
@@ -71,19 +77,22 @@ class Bench:
 
     sim: SimDevice
     device: Device
-    hbm: ArrayPool
-    dram: ArrayPool
+    hbm: AnyPool
+    dram: AnyPool
     is_gpu: bool = True
     """Compute is a stream of the simulation, not the calling thread."""
+    finish: Callable[[], None] | None = None
+    """Ends what the device needs of the pools, whatever is under way."""
 
 
 class MoverProgram:
     def __init__(self, bench: Bench, choose: Callable[[int], int]) -> None:
         self.sim, self.hbm, self.dram, self.is_gpu = bench.sim, bench.hbm, bench.dram, bench.is_gpu
+        self.finish = bench.finish
         self.mover = Mover(bench.device, clock=self.sim.clock)
         self.choose = choose
-        self.held: dict[ArrayPool, dict[int, Contents]] = {self.hbm: {}, self.dram: {}}
-        self.limbo: list[tuple[ArrayPool, Slots]] = []
+        self.held: dict[AnyPool, dict[int, Contents]] = {self.hbm: {}, self.dram: {}}
+        self.limbo: list[tuple[AnyPool, Slots]] = []
         self.flights: list[Flight] = []
         self.num_written = 0
 
@@ -95,7 +104,7 @@ class MoverProgram:
 
     def fill(self, a: int, b: int, c: int) -> None:
         """Compute writes new slots."""
-        n = min(1 + a % 3, self.hbm.num_free)
+        n = min(1 + a % 4, self.hbm.num_free)
         if n:
             self._compute(self.hbm.alloc(n))
 
@@ -118,6 +127,10 @@ class MoverProgram:
 
     def promote(self, a: int, b: int, c: int) -> None:
         self._move(self.mover.promote, self.dram, self.hbm, a, b, c)
+
+    def copy(self, a: int, b: int, c: int) -> None:
+        """Within one pool, as the tail of a fork."""
+        self._move(self.mover.promote, self.hbm, self.hbm, a, b, c)
 
     def read(self, a: int, b: int, c: int) -> None:
         """Compute reads slots; behind a fence, where copies into them have not landed."""
@@ -173,10 +186,12 @@ class MoverProgram:
 
     def break_things(self, a: int, b: int, c: int) -> None:
         """From now on one in `share` copies fails (0: none)."""
-        share = (0, 4)[a % 2]
+        share = (0, 3)[a % 2]
         self.sim.faults = lambda name: share > 0 and self.choose(share) == 1
 
     def come_to_rest(self) -> None:
+        if self.finish is not None:
+            self.finish()
         self.sim.run_all()
         for pool, held in self.held.items():
             for slot, contents in held.items():
@@ -212,11 +227,11 @@ class MoverProgram:
             self.sim.touch(name, reads=reads, writes=writes)
             kernel()
 
-    def _some(self, pool: ArrayPool, a: int, b: int) -> Slots:
-        """Up to three different held slots."""
+    def _some(self, pool: AnyPool, a: int, b: int) -> Slots:
+        """Up to four different held slots."""
         held = sorted(self.held[pool])
         first = held[a % len(held) :] if held else []
-        return np.array(first[: 1 + b % 3], np.int32)
+        return np.array(first[: 1 + b % 4], np.int32)
 
     def _compute(self, here: Slots) -> None:
         self.num_written += 1
@@ -232,8 +247,8 @@ class MoverProgram:
     def _move(
         self,
         move: Callable[..., Flight],
-        src: ArrayPool,
-        dst: ArrayPool,
+        src: AnyPool,
+        dst: AnyPool,
         a: int,
         b: int,
         c: int,
@@ -242,7 +257,12 @@ class MoverProgram:
         here = self._some(src, a, b)
         there = dst.alloc(min(len(here), dst.num_free)) if c % 3 else self._some(dst, b, a)
         here, there = here[: len(there)], there[: len(here)]
-        deadline = self.sim.clock() + 1.0 if c % 5 == 0 else None
+        if src is dst and not set(here.tolist()).isdisjoint(there.tolist()):
+            _expect_refusal(lambda: move(src, here, dst, there))
+            return
+        if len(here):
+            _expect_refusal(lambda: move(src, here[[0, 0]], dst, there[[0, 0]]))
+        deadline = (self.sim.clock() + 1.0, self.sim.clock(), None, None, None)[c % 5]
         flight = move(src, here, dst, there, deadline=deadline)
         self.flights.append(flight)
         sources = [self.held[src][slot] for slot in here.tolist()]
@@ -258,12 +278,21 @@ class MoverProgram:
                 self.limbo.append((pool, slots))
 
 
+def _expect_refusal(move: Callable[[], Flight]) -> None:
+    """Blocks of one move run in any order: none may depend on another."""
+    try:
+        move()
+    except ValueError:
+        return
+    raise AssertionError("blocks that depend on each other are moved at once")
+
+
 def _has_landed(contents: Contents) -> bool:
     """Whether the host knows that no copy into it is under way any more."""
     return isinstance(contents, Written) or contents.flight.status[contents.block] == LANDED
 
 
-def _expect(pool: ArrayPool, slot: int, contents: Contents) -> None:
+def _expect(pool: AnyPool, slot: int, contents: Contents) -> None:
     wanted = contents.bytes()
     assert wanted is None or np.array_equal(pool.view(slot), wanted), (
         f"wrong bytes in {pool}[{slot}]"
@@ -282,6 +311,18 @@ def on_workers(choose: Callable[[int], int], size: int) -> MoverProgram:
     return MoverProgram(Bench(sim, device, *_pools(sim), is_gpu=False), choose)
 
 
+def on_cuda(choose: Callable[[int], int], size: int) -> MoverProgram:
+    """`CudaDevice` on a fake of CUDA that the simulation runs."""
+    sim = SimDevice(choose, async_compute=True)
+    hbm = JudgedHbm(sim, BlockLayout(1, 1, 2, 8, "float16"), NUM_SLOTS)
+    dram = dense(sim, NUM_SLOTS, BB) if size % 2 else _pools(sim)[1]
+    cuda = FakeCuda(sim, (hbm, dram))
+    device = CudaDevice(sim.signal, runtime=cuda, register=cuda.register, clock=sim.clock)
+    device.register(dram)
+    finish = partial(device.forget, dram) if size // 2 % 2 else device.close
+    return MoverProgram(Bench(sim, device, hbm, dram, finish=finish), choose)
+
+
 def _pools(sim: SimDevice) -> tuple[JudgedPool, JudgedPool]:
     return (
         JudgedPool(sim, TierId.HBM, NUM_SLOTS, BB),
@@ -292,4 +333,5 @@ def _pools(sim: SimDevice) -> tuple[JudgedPool, JudgedPool]:
 BENCHES: Mapping[str, Callable[[Callable[[int], int], int], MoverProgram]] = {
     "mover": simulated,
     "mover on workers": on_workers,
+    "mover on CUDA": on_cuda,
 }

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from kvtier.tiers.hazards import HazardError
 from tests.tiers import cache_program, mover_program
+from tests.tiers.cache_program import CacheProgram
 
 Step = tuple[str, int, int, int]
 """A verb and three numbers, to be read as the verb likes."""
@@ -49,9 +50,10 @@ class World:
 
 WORLDS: Mapping[str, World] = {
     **{
-        name: World(make, mover_program.WEIGHTS, 24) for name, make in mover_program.BENCHES.items()
+        name: World(make, mover_program.WEIGHTS, 32) for name, make in mover_program.BENCHES.items()
     },
-    "cache": World(cache_program.make, cache_program.WEIGHTS, 48),
+    "cache": World(CacheProgram, cache_program.WEIGHTS, 48),
+    "cache on CUDA": World(partial(CacheProgram, on_cuda=True), cache_program.WEIGHTS, 48),
 }
 
 

@@ -3,24 +3,39 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+from kvtier.index.namespace import BlockLayout
 from kvtier.index.words import TierId, Tokens
 from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.cuda import CudaDevice
 from kvtier.tiers.lease import Lease
 from kvtier.tiers.mover import Mover
 from kvtier.tiers.simulated import SimDevice, SimStore, places
 from tests.prf import block_bytes
 from tests.tiers.cache_rig import BLOCK_BYTES, BLOCK_SIZE, NAMESPACE, Rig, doc, keys_of
+from tests.tiers.fake_cuda import FakeCuda, JudgedHbm
 from tests.tiers.judged import JudgedPool
+
+LAYOUT = BlockLayout(1, 1, BLOCK_SIZE, BLOCK_BYTES // BLOCK_SIZE // 4, "float16")
+
+
+def _cuda(sim: SimDevice, pools: Sequence[JudgedPool | JudgedHbm]) -> CudaDevice:
+    fake = FakeCuda(sim, pools)
+    device = CudaDevice(sim.signal, runtime=fake, register=fake.register, clock=sim.clock)
+    for pool in pools:
+        if isinstance(pool, JudgedPool):
+            device.register(pool)
+    return device
 
 
 class SimRig(Rig):
     """A rig whose copies run when the test says so, and fail when it says so.
 
-    `seed` decides what the device does next (or a function does); `options` go to the cache.
+    `seed` decides what the device does next (or a function does); `options` go to the cache. With
+    `on_cuda` a `CudaDevice` makes the copies, on a fake of CUDA.
     """
 
     device: SimDevice
-    pools: Sequence[JudgedPool]
+    pools: Sequence[JudgedPool | JudgedHbm]
     store: SimStore
     mover: Mover
     broken: Callable[[str], bool]
@@ -36,14 +51,20 @@ class SimRig(Rig):
         async_compute: bool = False,
         seed: int | Callable[[int], int] = 7,
         most_in_flight: int | None = None,
+        on_cuda: bool = False,
         **options: Any,
     ) -> Self:
         device = SimDevice(seed, async_compute=async_compute)
-        pools = [JudgedPool(device, TierId.HBM, hbm, BLOCK_BYTES)]
+        pools: list[JudgedPool | JudgedHbm] = [
+            JudgedHbm(device, LAYOUT, hbm)
+            if on_cuda
+            else JudgedPool(device, TierId.HBM, hbm, BLOCK_BYTES)
+        ]
         if dram is not None:
             pools.append(JudgedPool(device, TierId.DRAM, dram, BLOCK_BYTES))
         stores = [SimStore(TierId.NVME, device, capacity=capacity)] if store else []
-        mover = Mover(device, clock=device.clock, most_in_flight=most_in_flight)
+        copies = _cuda(device, pools) if on_cuda else device
+        mover = Mover(copies, clock=device.clock, most_in_flight=most_in_flight)
         cache = TieredCache(
             BLOCK_SIZE, pools, stores, mover, device.signal, clock=device.clock, **options
         )
