@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bench.gpu import Gpu, same_rows
 from kvtier.kernels import reference
-from kvtier.kernels.configs import architecture, lookup
+from kvtier.kernels.configs import Launch, architecture, lookup
 from kvtier.kernels.paged_decode import count_splits, paged_decode
 from kvtier.kernels.workspace import DecodeWorkspace
 
@@ -181,8 +181,8 @@ def make_step(
     )
 
 
-def decode(pool: Pool, step: Step, layer: int = 0) -> Tensor:
-    """The kernel that is measured."""
+def decode(pool: Pool, step: Step, layer: int = 0, *, launch: Launch | None = None) -> Tensor:
+    """The kernel that is measured; with other sizes than the shipped ones if `launch` is given."""
     return paged_decode(
         step.query,
         pool.keys(layer),
@@ -190,9 +190,11 @@ def decode(pool: Pool, step: Step, layer: int = 0) -> Tensor:
         step.tables,
         step.lens,
         pool.shape.scale,
-        workspace=step.workspace,
         key_scale=pool.scale,
         value_scale=pool.scale,
+        # Made for the shipped sizes.
+        workspace=step.workspace if launch is None else None,
+        launch=launch,
     )
 
 

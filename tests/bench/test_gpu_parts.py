@@ -11,6 +11,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+from triton.runtime.errors import OutOfResources
 
 from bench import (
     gpu_attention,
@@ -22,6 +23,7 @@ from bench import (
     gpu_pool,
     gpu_prefill,
     gpu_ttft,
+    gpu_tune,
 )
 from bench.gpu import NoGpu, StandIn, describe, open_gpu, same_rows
 from bench.gpu_attention import Point, figures_of, fitting, grid
@@ -37,6 +39,7 @@ from kvtier.engine.model_config import read_config
 from kvtier.engine.request import Completion
 from kvtier.engine.weights import load_weights
 from kvtier.index.words import TierId
+from kvtier.kernels.configs import Launch
 from kvtier.tiers.contracts import Flight
 
 LLAMA_8B = Shape(32, 8, 128, 16)
@@ -87,6 +90,28 @@ def test_a_part_runs_dry_and_reports_what_it_is_asked_for(
     assert figures | skips == wanted - {"decode_b8_8k", "decode_b1_32k"}
     assert not figures & skips
     assert not [each for each in threading.enumerate() if each.name.startswith("bench-")]
+
+
+@interpreted
+def test_tuning_scores_the_shipped_sizes_among_others(capsys: pytest.CaptureFixture[str]) -> None:
+    run_part("tune", "tuning", gpu_tune.measure, ["--dry"])
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(report["notes"]["best"]) == {"float16", "float8_e4m3fn"}
+    shipped = Launch(64, 4, 3)
+    found = gpu_tune.candidates(shipped)
+    assert found[0] == shipped and len(found) == len(set(found)) == 36 + 3
+    assert all(each.rows == shipped.rows for each in found)
+
+
+def test_sizes_that_a_card_has_no_room_for_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> float:
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    monkeypatch.setattr(gpu_tune, "score", refuse)
+    setting = Setting(StandIn(), Budget(60.0), Path())
+    shape = Shape(4, 1, 16, 16, torch.float16)
+    assert gpu_tune.tune(setting, shape, torch.float16) == []
+    assert len(setting.budget.dropped) == 3 and "shared memory" in setting.budget.dropped[0]
 
 
 def test_a_step_must_read_k_and_v_once_for_every_position() -> None:
