@@ -207,3 +207,45 @@ def _check_scales(
 def _check_contiguous_heads(name: str, tensor: Tensor) -> None:
     if tensor.stride(2) != 1:
         raise ValueError(f"{name}: head_dim must be contiguous, stride is {tensor.stride(2)}")
+
+
+def check_block_copy(
+    source_pool: Tensor, target_pool: Tensor, pairs: Tensor, tokens: Tensor | None
+) -> None:
+    """Raise ValueError naming the argument of `block_copy` that does not fit the others."""
+    if source_pool.dim() < 3:
+        want = "[num_blocks, ..., block_size, head_dim]"
+        raise ValueError(f"source_pool: want {want}, got {list(source_pool.shape)}")
+    if target_pool.shape[1:] != source_pool.shape[1:] or target_pool.dtype != source_pool.dtype:
+        raise ValueError(
+            f"target_pool: want source_pool's blocks {list(source_pool.shape[1:])} of "
+            f"{source_pool.dtype}, got {list(target_pool.shape[1:])} of {target_pool.dtype}"
+        )
+    for name, pool in (("source_pool", source_pool), ("target_pool", target_pool)):
+        if not pool[:1].is_contiguous():
+            raise ValueError(f"{name}: blocks must be contiguous, strides are {pool.stride()}")
+    token_bytes = source_pool.shape[-1] * source_pool.element_size()
+    if token_bytes % 4:
+        raise ValueError(f"source_pool: want heads of a multiple of 4 bytes, got {token_bytes}")
+    if pairs.dim() != 2:
+        raise ValueError(f"pairs: want [n, 2], got {list(pairs.shape)}")
+    _check_integers("pairs", pairs, (pairs.shape[0], 2), 4)
+    if not pairs.is_contiguous():
+        raise ValueError(f"pairs: must be contiguous, strides are {pairs.stride()}")
+    if tokens is not None:
+        _check_integers("tokens", tokens, (pairs.shape[0],), 4)
+        if not tokens.is_contiguous():
+            raise ValueError(f"tokens: must be contiguous, strides are {tokens.stride()}")
+
+
+def check_pairs(pairs: Tensor, tokens: Tensor | None, block_size: int, *, same_pool: bool) -> None:
+    """Raise ValueError if pairs overlap or a token count passes the block.
+
+    For implementations that have them on the host anyway; the Triton launcher does not.
+    """
+    sources, targets = pairs[:, 0].tolist(), pairs[:, 1].tolist()
+    if len(set(targets)) < len(targets) or (same_pool and not set(targets).isdisjoint(sources)):
+        raise ValueError("pairs: a block is written twice, or both read and written")
+    counts = [] if tokens is None else tokens.tolist()
+    if counts and not 0 <= min(counts) <= max(counts) <= block_size:
+        raise ValueError(f"tokens: want 0 to {block_size}, got {min(counts)} to {max(counts)}")

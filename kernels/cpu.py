@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from kvtier.kernels.checks import (
+    check_block_copy,
     check_context,
     check_decode,
+    check_pairs,
     check_prefill,
     check_rope_write,
     check_rows,
@@ -25,6 +27,7 @@ from kvtier.kernels.reference import lead, rotate, rounded
 
 __all__ = [
     "ContextMirror",
+    "block_copy",
     "paged_decode",
     "paged_prefill",
     "rope_write",
@@ -81,6 +84,21 @@ def rope_write(
     values = rounded(value, value_pool.dtype, value_scale)
     _scatter(keys, values, key_pool, value_pool, slot_mapping)
     return out
+
+
+def block_copy(
+    source_pool: Tensor, target_pool: Tensor, pairs: Tensor, tokens: Tensor | None = None
+) -> None:
+    """Copy blocks, or their first tokens; see the reference for shapes, meaning and errors."""
+    check_block_copy(source_pool, target_pool, pairs, tokens)
+    block_size = source_pool.shape[-2]
+    same_pool = source_pool.data_ptr() == target_pool.data_ptr()
+    check_pairs(pairs, tokens, block_size, same_pool=same_pool)
+    if tokens is None:
+        target_pool[pairs[:, 1]] = source_pool[pairs[:, 0]]
+        return
+    for (source, target), count in zip(pairs.tolist(), tokens.tolist(), strict=True):
+        target_pool[target, ..., :count, :].copy_(source_pool[source, ..., :count, :])
 
 
 def paged_decode(

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from kvtier.kernels.checks import (
+    check_block_copy,
     check_context,
     check_decode,
+    check_pairs,
     check_prefill,
     check_rope_write,
     check_rows,
@@ -256,3 +258,22 @@ def rounded(rows: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
     if scale is not None:
         rows = rows / scale[:, None]
     return rows.clamp(-448.0, 448.0).to(dtype)
+
+
+def block_copy(
+    source_pool: Tensor, target_pool: Tensor, pairs: Tensor, tokens: Tensor | None = None
+) -> None:
+    """`target[b, ..., :n, :] = source[a, ..., :n, :]` for each pair `(a, b)`.
+
+    pools `[num_blocks, ..., block_size, head_dim]`, each block contiguous, alike but in number;
+    they may be one tensor. pairs int32 `[n, 2]`; tokens int32 `[n]` (None: the whole block). Raises
+    ValueError on a shape or dtype that does not fit, if a block is written twice or both read and
+    written, and for a count that passes the block.
+    """
+    check_block_copy(source_pool, target_pool, pairs, tokens)
+    block_size = source_pool.shape[-2]
+    same_pool = source_pool.data_ptr() == target_pool.data_ptr()
+    check_pairs(pairs, tokens, block_size, same_pool=same_pool)
+    counts = [block_size] * len(pairs) if tokens is None else tokens.tolist()
+    for (source, target), count in zip(pairs.tolist(), counts, strict=True):
+        target_pool[target, ..., :count, :] = source_pool[source, ..., :count, :]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvtier.kernels import block_copy as triton_copy
 from kvtier.kernels import cpu, reference
 from kvtier.kernels import paged_decode as triton_decode
 from kvtier.kernels import paged_prefill as triton_prefill
@@ -15,6 +16,7 @@ from kvtier.kernels import write_kv as triton_write
 
 CALLS: dict[str, list[Callable[..., Any]]] = {
     "write_kv": [triton_write.write_kv, cpu.write_kv, reference.write_kv],
+    "block_copy": [triton_copy.block_copy, cpu.block_copy, reference.block_copy],
     "rope_write": [triton_rope.rope_write, cpu.rope_write, reference.rope_write],
     "paged_decode": [triton_decode.paged_decode, cpu.paged_decode, reference.paged_decode],
     "paged_prefill": [triton_prefill.paged_prefill, cpu.paged_prefill, reference.paged_prefill],
@@ -28,6 +30,8 @@ def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 def good(name: str) -> dict[str, Any]:
     """Arguments that fit: two sequences, four heads on two KV heads of 24, blocks of 16."""
     pool = torch.zeros((3, 2, 2, 16, 24))
+    if name == "block_copy":
+        return {"source_pool": pool, "target_pool": pool, "pairs": torch.tensor([[0, 1]]).int()}
     arguments: dict[str, Any] = {"key_pool": pool[:, 0], "value_pool": pool[:, 1]}
     if name == "write_kv":
         arguments |= {"key": torch.zeros((2, 2, 24)), "value": torch.zeros((2, 2, 24))}
@@ -42,6 +46,10 @@ def good(name: str) -> dict[str, Any]:
     if name == "paged_prefill":
         arguments |= {"query_starts": ints(2), "query_lens": torch.tensor([1, 0]).int()}
     return arguments
+
+
+def strided_pool() -> Tensor:
+    return torch.zeros((3, 2, 2, 16, 48))[..., ::2]
 
 
 def odd_pool() -> Tensor:
@@ -91,6 +99,27 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("rope_write", fp8(key_scale=torch.ones(3)), "key_scale: want float32"),
     ("rope_write", fp8(value_scale=torch.ones(2).double()), "value_scale: want float32"),
     ("rope_write", fp8(value_scale=torch.ones(4)[::2]), "value_scale: must be contiguous"),
+    ("block_copy", {"source_pool": torch.zeros((3, 16))}, "source_pool: want"),
+    ("block_copy", {"source_pool": strided_pool()}, "source_pool: blocks must be contiguous"),
+    ("block_copy", {"target_pool": strided_pool()}, "target_pool: blocks must be contiguous"),
+    ("block_copy", {"target_pool": torch.zeros((3, 2, 16, 24))}, "target_pool: want"),
+    ("block_copy", {"target_pool": torch.zeros((3, 2, 2, 16, 24)).half()}, "target_pool: want"),
+    (
+        "block_copy",
+        {name: torch.zeros((3, 2, 16, 5)).half() for name in ("source_pool", "target_pool")},
+        "source_pool: want heads of a multiple of 4 bytes",
+    ),
+    ("block_copy", {"pairs": ints(2)}, "pairs: want"),
+    ("block_copy", {"pairs": ints(2, 3)}, "pairs: want shape"),
+    ("block_copy", {"pairs": ints(1, 2, dtype=torch.int64)}, "pairs: want int32"),
+    ("block_copy", {"pairs": ints(2, 3).t()[:, :2].t()[:, ::2]}, "pairs: must be contiguous"),
+    ("block_copy", {"tokens": ints(2)}, "tokens: want shape"),
+    ("block_copy", {"tokens": ints(1, dtype=torch.int64)}, "tokens: want int32"),
+    (
+        "block_copy",
+        {"pairs": torch.tensor([[0, 1], [1, 2]]).int()[:0], "tokens": ints(3)},
+        "tokens: want shape",
+    ),
     ("paged_decode", {"key_pool": torch.zeros((3, 2, 16))}, "key_pool: want"),
     ("paged_decode", {"value_pool": torch.zeros((3, 2, 16, 24))}, "value_pool: want key_pool's"),
     ("paged_decode", {"query": torch.zeros((2, 5, 24))}, "query: want"),
