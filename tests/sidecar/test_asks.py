@@ -3,7 +3,9 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -12,10 +14,15 @@ from kvtier.index.ghosts import fingerprints
 from kvtier.index.policies import make_policy
 from kvtier.index.policy import EvictionPolicy
 from kvtier.index.tree import Node
-from kvtier.index.words import TierId
+from kvtier.index.words import ROOT_KEY, TierId
 from kvtier.tiers.cache import TieredCache
+from kvtier.tiers.contracts import FAILED, Fetch, Signal
+from kvtier.tiers.device import CpuDevice
+from kvtier.tiers.mover import Mover
+from kvtier.tiers.pool import ArrayPool
 from kvtier.tiers.sidecar import wire
 from kvtier.tiers.sidecar.backend import Backend
+from kvtier.tiers.sidecar.jobs import Fetching, Link
 from kvtier.tiers.sidecar.session import Session
 from tests.sidecar.conftest import Join, StartSidecar
 from tests.sidecar.rig import LAYOUT, NAMESPACE, SIZE, SLOT_BYTES, Sidecar, keys_of, tokens_of
@@ -170,6 +177,43 @@ def test_asking_counts_as_use(desk: Desk) -> None:
     assert isinstance(desk.ask(wire.Reserve(desk.new_id(), 7, 60_000)), wire.Reserved)
     kept = [desk.lookup(8, asks=False, namespace=namespace) for namespace in (NAMESPACE, OTHER)]
     assert [found.dram // SIZE for found in kept if isinstance(found, wire.Found)] == [6, 3]
+
+
+def test_a_fetch_that_was_called_off_gives_its_lease_back() -> None:
+    link, signal = Recorder(), Signal()
+    device = CpuDevice(signal)
+    tokens = tokens_of(4)
+    pool = ArrayPool(TierId.HBM, 4, LAYOUT.nbytes)
+    request = Fetch(
+        NAMESPACE, ROOT_KEY, tokens, tuple(keys_of(tokens)), tokens[:0], pool, pool.alloc(4)
+    )
+    job = Fetching(cast(Link, link), request, Mover(device), signal)
+    job.start()
+    assert not job.advance() and not job.flight.done
+    job.flight.cancel()
+    assert job.advance()
+    assert (job.flight.status == FAILED).all() and "nobody wants" in str(job.flight.error)
+    assert isinstance(link.sent[0], wire.Acquire)
+    assert link.sent[1:] == [wire.Release(2, link.sent[0].id)]
+    device.close()
+
+
+class Recorder:
+    """A link whose server never answers."""
+
+    def __init__(self) -> None:
+        self.sent: list[wire.Request] = []
+        self.client = self
+        self._ids = count(1)
+
+    def new_id(self) -> int:
+        return next(self._ids)
+
+    def send(self, request: wire.Request, heard: object) -> None:
+        self.sent.append(request)
+
+    def tell(self, request: wire.Request) -> None:
+        self.sent.append(request)
 
 
 # ---- through an engine --------------------------------------------------------------------------

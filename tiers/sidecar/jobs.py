@@ -160,6 +160,8 @@ class Fetching:
 
     def advance(self) -> bool:
         self._landings = [landing for landing in self._landings if not self._pass_on(landing)]
+        if self.flight.cancelled and not self._over:  # the lease's end calls off the server's reads
+            self._fail_from(self._told, SidecarFailed("nobody wants these blocks any more"))
         if not self._over or self._landings:
             return False
         if not self.flight.done:
