@@ -398,6 +398,8 @@ class Ledger:
     def _copy_down_fresh(self) -> None:
         """Copy new blocks one level down soon after they were made, so that eviction is free."""
         for _ in range(len(self._fresh)):
+            if self.store_col > 1 and not self._startable(D2H, 1, 0, 1):
+                return  # the link is full: no use in looking at every one that waits for it
             ids = self._fresh.popleft()
             wanted = self.holds(0, ids) & self.lacks(1, ids) & ~self.is_being_written(ids)
             later: list[BlockIds] = []

@@ -518,3 +518,17 @@ def test_copies_that_come_too_late_do_not_begin_unless_somebody_waits_for_longer
     rig.cache.release(lease)
     rig.settle()
     assert rig.visit(doc(1, 6)) == 6
+
+
+def test_while_the_link_down_is_full_new_blocks_wait_unlooked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = GpuRig.make(most_in_flight=BLOCK_BYTES, async_compute=True)
+    for seed in range(1, 7):
+        rig.use(doc(seed, 1))  # compute has not run: nothing can land
+    ledger = rig.cache._ledger
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger, "lower_blocks", lambda ids, col: pytest.fail("looked at"))
+        rig.cache.poll()
+    rig.come_to_rest()
+    assert rig.cache.statistics().pools[1].resident == 6
