@@ -171,6 +171,8 @@ def run_suite(
     for key, value in card.items():
         print(f"{key}: {value}")
     table(table_rows(lines))
+    if dry:
+        note("gpu_suite: a dry run: every part was executed, and the figures mean nothing")
     failed = [each.part for each in outcomes if each.status == "failed"]
     failed += [
         line.figure.name

@@ -158,6 +158,24 @@ def test_the_whole_suite_without_a_gpu_skips_every_part_and_ends_well(tmp_path: 
     assert {each["verdict"] for each in result["figures"].values()} == {"skipped"}
 
 
+@pytest.mark.stress
+@pytest.mark.timeout(600)
+def test_the_whole_suite_runs_dry(tmp_path: Path) -> None:
+    out = tmp_path / "suite.json"
+    options = ["--dry", "--out", str(out), "--directory", str(tmp_path)]
+    ended = subprocess.run(
+        [str(ROOT / "bench" / "gpu_suite.sh"), *options],
+        env=dict(os.environ, PYTHON=sys.executable, XDG_CACHE_HOME=str(tmp_path / "cache")),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(out.read_text())
+    assert {each["status"] for each in result["parts"]} == {"measured"}
+    assert result["dry"] and not result["failed"]
+
+
 def test_a_missing_interpreter_is_one_line() -> None:
     ended = subprocess.run(
         [str(ROOT / "bench" / "gpu_suite.sh")],
