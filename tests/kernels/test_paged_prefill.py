@@ -1,5 +1,7 @@
 """The Triton prefill kernel against the float64 reference, with NaN wherever it must not read."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -125,6 +127,19 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(device: torch.device
             case.shape.scale,
         )
         assert torch.equal(alone, batch[first : first + count])
+
+
+def test_a_querys_bits_do_not_depend_on_how_long_its_chunk_is(device: torch.device) -> None:
+    whole = make_case(SHAPES[1], [70], queries=[54], device=device)
+    want = run(whole)[:54]
+    for count in (1, 17, 53):
+        shorter = replace(
+            whole,
+            query=whole.query[:count],
+            query_lens=torch.full_like(whole.query_lens, count),
+            context_lens=whole.context_lens - 54 + count,
+        )
+        assert torch.equal(run(shorter), want[:count])
 
 
 def test_a_chunk_of_one_query_agrees_with_decode(device: torch.device) -> None:

@@ -27,6 +27,8 @@ from tests.kernels.matrix import MATRIX
 
 SPLIT = 32
 LAUNCH = Launch(tile=16, warps=4, stages=3, split=SPLIT)
+SMALL = Shape(6, 2, 24, 16)
+"""The interpreter's time goes by programs, and so by KV heads."""
 
 Groups = list[tuple[list[int], int]]
 
@@ -116,7 +118,7 @@ CASES: list[tuple[list[int], Groups]] = [
 def test_shared_decode_agrees_with_float64_and_reads_a_prefix_through_one_table(
     contexts: list[int], groups: Groups, device: torch.device
 ) -> None:
-    case = make_case(SHAPES[0], contexts, device=device)
+    case = make_case(SMALL, contexts, device=device)
     shown, shared = share(case, groups)
     assert_near(run(shown, shared), expected(case, groups))
 
@@ -127,7 +129,7 @@ def test_seventeen_members_share_whatever_the_rows_of_a_tile(
 ) -> None:
     contexts = [33 + member % 5 for member in range(19)]
     groups: Groups = [([*range(1, 18)], 32)]
-    case = make_case(Shape(6, 2, 24, 16), contexts, device=device)
+    case = make_case(SMALL, contexts, device=device)
     shown, shared = share(case, groups)
     assert_near(run(shown, shared, rows=rows), expected(case, groups))
 
@@ -161,13 +163,13 @@ def test_members_get_plain_decodes_bits_in_the_interpreter(
     if device.type == "cuda":
         pytest.skip("a GPU may order a dot of more rows otherwise: no promise there")
     groups: Groups = [([0, 2, 1], 64)]
-    case = make_case(SHAPES[0], [70, 95, 64, 33], dtype=dtype, device=device)
+    case = make_case(SMALL, [70, 95, 64, 33], dtype=dtype, device=device)
     unshared, shared = share(case, groups, hide=False)
     assert torch.equal(run(unshared, shared, rows=rows), plain(unshared))
 
 
 def test_a_members_bits_do_not_depend_on_how_many_share(device: torch.device) -> None:
-    case = make_case(SHAPES[0], [70, 71, 72, 73, 74, 75], device=device)
+    case = make_case(SMALL, [70, 71, 72, 73, 74, 75], device=device)
     everybody, all_shared = share(case, [([0, 1, 2, 3, 4, 5], 64)], hide=False)
     _, few_shared = share(case, [([0, 4], 64)], hide=False)
     many = run(everybody, all_shared)
@@ -176,9 +178,9 @@ def test_a_members_bits_do_not_depend_on_how_many_share(device: torch.device) ->
 
 
 def test_a_workspace_is_left_as_it_was_found(device: torch.device) -> None:
-    workspace = DecodeWorkspace(6, 9, 64, 5, device)
+    workspace = DecodeWorkspace(6, 6, 24, 5, device)
     for contexts, groups in CASES[1:4]:
-        case = make_case(SHAPES[0], contexts, device=device)
+        case = make_case(SMALL, contexts, device=device)
         shown, shared = share(case, groups)
         assert_near(run(shown, shared, workspace=workspace), expected(case, groups))
         assert not workspace.arrived.any()
@@ -221,7 +223,7 @@ def test_groups_that_contradict_each_other_are_refused(groups: Groups, message: 
 def test_prefixes_of_another_batch_are_refused(
     implementation: Callable[..., Tensor], device: torch.device
 ) -> None:
-    case = make_case(SHAPES[0], [40, 41], device=device)
+    case = make_case(SMALL, [40, 41], device=device)
     with pytest.raises(ValueError, match="^seq_lens: want shape"):
         implementation(
             case.query,
@@ -238,7 +240,7 @@ def test_prefixes_of_another_batch_are_refused(
 def test_more_shared_than_a_context_holds_is_refused_on_the_host(
     implementation: Callable[..., Tensor],
 ) -> None:
-    case = make_case(SHAPES[0], [40, 20])
+    case = make_case(SMALL, [40, 20])
     with pytest.raises(ValueError, match="^lens: 32 shared positions pass sequence 1's context"):
         implementation(
             case.query,
@@ -261,7 +263,7 @@ def test_the_shipped_rows_of_both_kernels_split_and_tile_alike() -> None:
 
 
 def test_sizes_whose_splits_differ_are_refused(device: torch.device) -> None:
-    case = make_case(SHAPES[0], [40, 41], device=device)
+    case = make_case(SMALL, [40, 41], device=device)
     shown, shared = share(case, [])
     with pytest.raises(ValueError, match="^launch: want paged_decode's split 32, got 64"):
         shared_decode(
