@@ -17,12 +17,13 @@ from kvtier.index.policies import DEFAULT_POLICY, POLICIES
 from kvtier.index.words import TierId
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.contracts import Pool, Signal
-from kvtier.tiers.cuda import CudaDevice
+from kvtier.tiers.cuda import CudaDevice, pci_address
 from kvtier.tiers.device import CpuDevice, Device
 from kvtier.tiers.dram import DramSlab
 from kvtier.tiers.errors import CapacityTooSmall
 from kvtier.tiers.hbm import HbmPool
 from kvtier.tiers.mover import Mover
+from kvtier.tiers.numa import nearest, nodes
 from kvtier.tiers.nvme.tier import NvmeTier
 from kvtier.tiers.sidecar.tier import SidecarTier
 from kvtier.tiers.sieve import unlimited
@@ -35,6 +36,9 @@ MIB, GIB = 1 << 20, 1 << 30
 CPU_HBM_BYTES = 1 * GIB
 
 
+NEAR = "near"
+
+
 @dataclass(frozen=True)
 class CacheSettings:
     """Where K and V may live. Sizes in bytes.
@@ -43,6 +47,8 @@ class CacheSettings:
     its largest launch takes (`kvtier.engine.sizing`); on the CPU `CPU_HBM_BYTES`.
     `store`: a directory for the NVMe tier, bounded by `nvme_bytes`. `socket`: a sidecar that owns
     DRAM and NVMe, so that `dram_bytes`, `nvme_bytes` and `store` are its business, not ours.
+    `dram_node` says on which NUMA node the DRAM tier lies: "near" (the GPU's; without a GPU the
+    process's, if its processors are of one), None (wherever the kernel likes), or a number.
     `dram_bytes` 0 leaves the DRAM tier out. `codec` ("raw", "zstd", "auto"): how the NVMe tier
     stores blocks. `hbm_policy`, `dram_policy`: which blocks leave first ("lru", "arc", "adaptive").
     `nvme_admission`: which blocks that leave DRAM, or are written back, go to the store ("all", or
@@ -59,6 +65,7 @@ class CacheSettings:
     hbm_bytes: int | None = None
     hbm_fraction: float = 0.9
     dram_bytes: int = 2 * GIB
+    dram_node: int | str | None = "near"
     store: Path | None = None
     nvme_bytes: int = 16 * GIB
     socket: Path | None = None
@@ -84,6 +91,10 @@ class CacheSettings:
         if not 0 < self.hbm_fraction <= 1:
             raise BadSettings(
                 f"cache.hbm_fraction: {self.hbm_fraction} given, want more than 0 and at most 1"
+            )
+        if isinstance(self.dram_node, str) and self.dram_node != NEAR:
+            raise BadSettings(
+                f'cache.dram_node: {self.dram_node!r} given, want "near", a number, or None'
             )
         for name in ("writeback_s", "write_budget_bytes"):
             value = getattr(self, name)
@@ -135,7 +146,7 @@ def open_cache(settings: CacheSettings, layout: BlockLayout, device: str = "cpu"
             )
         else:
             if settings.dram_bytes:
-                slab = _slab(settings.dram_bytes, layout)
+                slab = _slab(settings, layout, device)
                 stack.callback(slab.close)
                 pools.append(slab)
                 if cuda is not None:
@@ -173,9 +184,23 @@ def open_cache(settings: CacheSettings, layout: BlockLayout, device: str = "cpu"
         return OpenCache(cache, hbm, store, stack.pop_all())
 
 
-def _slab(nbytes: int, layout: BlockLayout) -> DramSlab:
-    _refuse_less_than_a_block("dram_bytes", nbytes, layout)
-    return DramSlab.create(nbytes // layout.nbytes, layout.nbytes)
+def _slab(settings: CacheSettings, layout: BlockLayout, device: str) -> DramSlab:
+    _refuse_less_than_a_block("dram_bytes", settings.dram_bytes, layout)
+    num_slots = settings.dram_bytes // layout.nbytes
+    return DramSlab.create(num_slots, layout.nbytes, node=_node(settings.dram_node, device))
+
+
+def _node(wanted: int | str | None, device: str) -> int | None:
+    """The number behind `dram_node`. Raises `BadSettings` for a node that is not there."""
+    if wanted is None:
+        return None
+    if isinstance(wanted, str):
+        gpu = None if device == "cpu" else pci_address(torch.device(device).index or 0)
+        return nearest(gpu)
+    known = nodes()
+    if known and wanted not in known:
+        raise BadSettings(f"cache.dram_node: {wanted} given, this machine has {known}")
+    return wanted
 
 
 def _refuse_less_than_a_block(name: str, nbytes: int, layout: BlockLayout) -> None:

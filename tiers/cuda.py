@@ -22,6 +22,7 @@ from kvtier.tiers.contracts import Flight, Pool, Signal
 from kvtier.tiers.cuda_runtime import Mark, Pair, Queue, Runtime, TorchRuntime
 from kvtier.tiers.device import COMPUTE, D2H, H2D, LANDING_BYTES, Copy, Event, coalesce, rows
 from kvtier.tiers.hbm import HbmPool
+from kvtier.tiers.memory import memlock_advice
 from kvtier.tiers.pool import ArrayPool
 
 # Registering a whole arena has failed above 64 GB on some drivers (vLLM #51080, #52656).
@@ -53,8 +54,7 @@ class Registration:
                 self.close()
                 raise KvtierError(
                     f"dram: CUDA error {code} page-locking {length:,} bytes at {start:,} of "
-                    f"{nbytes:,}; make the DRAM tier smaller or raise the memory lock limit "
-                    "(ulimit -l)"
+                    f"{nbytes:,}; {memlock_advice(nbytes)}"
                 )
             self._locked.append(address + start)
 
@@ -62,6 +62,16 @@ class Registration:
         """Unlock what was locked. Idempotent."""
         while self._locked:
             _cudart().cudaHostUnregister(self._locked.pop())
+
+
+def pci_address(index: int) -> str | None:
+    """Of a CUDA device, as sysfs writes it ("0000:3b:00.0"); None where torch does not tell."""
+    found: Any = torch.cuda.get_device_properties(index)
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    if not all(hasattr(found, name) for name in names):
+        return None
+    domain, bus, device = (getattr(found, name) for name in names)
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def register_cuda(pool: ArrayPool) -> Registration:

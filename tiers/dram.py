@@ -39,12 +39,15 @@ from kvtier.tiers.memory import (
     PAGE,
     NotEnoughMemory,
     SharedMapping,
+    address_of,
     advise,
     collapse,
+    huge_bytes,
     populate,
     require,
     round_up,
 )
+from kvtier.tiers.numa import prefer
 from kvtier.tiers.pool import SLOT_ROW, ArrayPool
 
 MAGIC = b"KVTSLAB\0"
@@ -115,9 +118,17 @@ class DramSlab(ArrayPool):
 
     @classmethod
     def create(
-        cls, num_slots: int, block_bytes: int, *, populate: bool = True, debug: bool = False
+        cls,
+        num_slots: int,
+        block_bytes: int,
+        *,
+        populate: bool = True,
+        node: int | None = None,
+        debug: bool = False,
     ) -> "DramSlab":
         """A new slab, its pages real at once unless `populate` is false.
+
+        `node`: where its memory should lie (`kvtier.tiers.numa`); None leaves it to the kernel.
 
         Raises `CapacityTooSmall` for less than one slot, `NotEnoughMemory` where the machine, a
         memory cgroup or a resource limit does not have the room; nothing is left behind.
@@ -141,7 +152,10 @@ class DramSlab(ArrayPool):
             os.ftruncate(fd, geometry.nbytes)
             # No guest may add a seal of its own, such as one against writing.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-            mapping = _map(fd, geometry, what, fill=populate)
+            mapping = _map(fd, geometry, what)
+            prefer(address_of(mapping), geometry.nbytes, node)
+            if populate:
+                _populate(mapping, geometry, fresh=True)
         except BaseException:
             os.close(fd)
             raise
@@ -158,7 +172,7 @@ class DramSlab(ArrayPool):
         """
         try:
             geometry = _read_geometry(fd)
-            mapping = _map(fd, geometry, "dram slab", fill=False)
+            mapping = _map(fd, geometry, "dram slab")
             if populate:
                 _populate(mapping, geometry, fresh=False)
         except BaseException:
@@ -180,6 +194,13 @@ class DramSlab(ArrayPool):
         if not self.owned:
             raise PermissionError("dram slab: only the process that made it gives out its slots")
 
+    def huge_bytes(self) -> int:
+        """How much of the slab this process has on huge pages. Takes long: for start-up."""
+        if self.fd < 0:
+            return 0
+        start = self.array.ctypes.data - self.geometry.data_offset
+        return huge_bytes(start, self.geometry.nbytes)
+
     def close(self) -> None:
         """Let go of the memory and the descriptor. Idempotent.
 
@@ -195,7 +216,7 @@ class DramSlab(ArrayPool):
         self._num_free = 0
 
 
-def _map(fd: int, geometry: SlabGeometry, what: str, *, fill: bool) -> SharedMapping:
+def _map(fd: int, geometry: SlabGeometry, what: str) -> SharedMapping:
     try:
         mapping = SharedMapping(fd, geometry.nbytes)
     except OSError as error:
@@ -206,8 +227,6 @@ def _map(fd: int, geometry: SlabGeometry, what: str, *, fill: bool) -> SharedMap
     advise(mapping, mmap.MADV_HUGEPAGE)
     # A forked child has no business with the slots, and a registered page must not be copied.
     advise(mapping, mmap.MADV_DONTFORK)
-    if fill:
-        _populate(mapping, geometry, fresh=True)
     return mapping
 
 

@@ -116,6 +116,11 @@ def _map_over(address: int, nbytes: int, fd: int) -> None:
 Mapping = mmap.mmap | SharedMapping
 
 
+def address_of(mapping: SharedMapping) -> int:
+    """Of the first byte of its view."""
+    return int(np.frombuffer(mapping.view, np.uint8, 1).ctypes.data)
+
+
 def advise(mapping: Mapping, advice: int) -> bool:
     """Give the kernel a hint about the whole mapping; False where it knows no such hint."""
     try:
@@ -155,6 +160,40 @@ def populate(mapping: Mapping, start: int, nbytes: int, *, fresh: bool) -> None:
             mapping.madvise(MADV_POPULATE_WRITE, at, length)
         except OSError:
             _touch(mapping, at, length, fresh=fresh)
+
+
+def huge_bytes(address: int, nbytes: int, smaps: Path = Path("/proc/self/smaps")) -> int:
+    """How much of this process's mappings in `[address, address + nbytes)` is on huge pages.
+
+    Walks the page tables of the whole process: for start-up, not for every look.
+    """
+    found, inside = 0, False
+    for line in _lines(smaps):
+        name, _, rest = line.partition(" ")
+        if name.endswith(":"):
+            if inside and name in ("AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:"):
+                found += int(rest.split()[0]) * 1024
+        else:
+            start, _, end = name.partition("-")
+            inside = address <= int(start, 16) and int(end, 16) <= address + nbytes
+    return found
+
+
+def memlock_advice(nbytes: int) -> str:
+    """What to do when `nbytes` could not be locked: the limit, if it is lower, and how to raise it.
+
+    Whether a driver counts against RLIMIT_MEMLOCK is its own affair (NVIDIA's, on bare Linux, does
+    not), so a low limit is no reason to refuse before it has.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    smaller = "make the DRAM tier smaller (dram_bytes, --dram)"
+    if limit == resource.RLIM_INFINITY or limit >= nbytes:
+        return f"the memory lock limit is not the cause; free memory, or {smaller}"
+    return (
+        f"the memory lock limit (ulimit -l) is {limit:,} bytes, {nbytes:,} are needed: raise it "
+        "(`ulimit -l unlimited`, LimitMEMLOCK=infinity in a systemd unit, --ulimit memlock=-1 for "
+        f"a container), or {smaller}"
+    )
 
 
 def _touch(mapping: Mapping, at: int, length: int, *, fresh: bool) -> None:

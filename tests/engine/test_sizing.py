@@ -120,6 +120,14 @@ def test_a_fraction_that_is_none_is_refused(fraction: float) -> None:
         CacheSettings(hbm_fraction=fraction)
 
 
+@pytest.mark.parametrize(
+    ("node", "said"), [("far", '"near", a number, or None'), (99, "99 given, this machine has")]
+)
+def test_a_node_that_is_not_there_is_refused(node: int | str, said: str) -> None:
+    with pytest.raises(BadSettings, match=rf"cache\.dram_node: .*{said}"):
+        open_cache(CacheSettings(hbm_bytes=1 << 20, dram_bytes=1 << 20, dram_node=node), LAYOUT)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_pool_fills_what_the_model_leaves_and_the_largest_launch_still_fits(

@@ -260,6 +260,7 @@ def test_bytes_that_do_not_match_their_checksum_are_not_taken_in(
     assert client.ask(commit_of(client, slots, [1, 2, 3])) == wire.Committed(102, 0)
     numbers = shared.numbers()
     assert numbers["sidecar.checksum_mismatches"] == 1
+    assert 0 <= numbers["sidecar.slab_huge_bytes"] <= numbers["sidecar.slab_bytes"] > 0
     assert numbers["sidecar.num_free"] == numbers["sidecar.num_slots"]
 
 

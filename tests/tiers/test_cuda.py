@@ -1,6 +1,9 @@
 """Copies on a GPU: the same promises as on CPU threads. Skipped where there is none."""
 
+import re
+import resource
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import TypeVar
 
 import numpy as np
@@ -12,10 +15,11 @@ from kvtier.index.errors import KvtierError
 from kvtier.index.namespace import BlockLayout
 from kvtier.index.words import Slots, TierId
 from kvtier.tiers.contracts import Flight, Signal
-from kvtier.tiers.cuda import CudaDevice, register_cuda, runs_within
+from kvtier.tiers.cuda import CudaDevice, pci_address, register_cuda, runs_within
 from kvtier.tiers.device import Copy
 from kvtier.tiers.dram import DramSlab
 from kvtier.tiers.hbm import HbmPool
+from kvtier.tiers.memory import PAGE
 from kvtier.tiers.mover import Mover
 from kvtier.tiers.pool import ArrayPool, SlotPool
 from tests.prf import block_bytes
@@ -142,6 +146,20 @@ def test_a_pool_that_is_not_registered_is_refused(device: CudaDevice) -> None:
 
 
 @gpu
+def test_the_gpus_address_is_one_that_sysfs_has() -> None:
+    address = pci_address(0)
+    assert address is None or re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.0", address)
+
+
+def test_an_address_is_spelt_as_sysfs_spells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xE3, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    assert pci_address(0) == "0000:e3:00.0"
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace())
+    assert pci_address(0) is None
+
+
+@gpu
 def test_registering_twice_is_an_error_that_names_the_cure() -> None:
     dram = DramSlab.create(3, DENSE.nbytes)
     registration = register_cuda(dram)
@@ -173,3 +191,71 @@ def test_runs_end_at_the_borders_of_chunks(
     assert [at for run in found for at in run] == list(range(len(pairs)))
     back = [Copy(gpu_side, d, host, s) for s, d in pairs]
     assert runs_within(back, {host: chunk}) == found
+
+
+class Runtime:
+    """CUDA's page-locking without CUDA: which regions are locked. `refuse` ends the luck."""
+
+    def __init__(self, refuse: int | None = None) -> None:
+        self.locked: dict[int, int] = {}
+        self.refuse = refuse
+        self.calls: list[tuple[int, int]] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if len(self.calls) == self.refuse:
+            return 2
+        assert flags == 1 and nbytes > 0
+        self.calls.append((address, nbytes))
+        self.locked[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "chunk_bytes", "chunks"),
+    [
+        (6, 2 * PAGE, [2, 2, 2]),  # a multiple
+        (7, 2 * PAGE, [2, 2, 2, 1]),  # one more
+        (7, 3 * PAGE - 1, [2, 2, 2, 1]),  # chunks are whole slots
+        (3, PAGE - 1, [1, 1, 1]),  # a slot larger than a chunk
+        (3, 3 * PAGE, [3]),
+        (3, 99 * PAGE, [3]),
+    ],
+)
+def test_chunks_are_whole_slots_that_cover_the_pool_once(
+    num_slots: int, chunk_bytes: int, chunks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = Runtime()
+    monkeypatch.setattr("kvtier.tiers.cuda._cudart", lambda: runtime)
+    monkeypatch.setattr("kvtier.tiers.cuda.CHUNK_BYTES", chunk_bytes)
+    pool = ArrayPool(TierId.DRAM, num_slots, 5 * PAGE // 6)
+    registration = register_cuda(pool)
+    assert [nbytes // PAGE for _, nbytes in runtime.calls] == chunks
+    at = pool.array.ctypes.data
+    for address, nbytes in runtime.calls:
+        assert address == at
+        at += nbytes
+    assert at == pool.array.ctypes.data + pool.array.nbytes
+    assert registration.chunk_slots == max(1, chunk_bytes // PAGE)
+    registration.close()
+    registration.close()
+    assert not runtime.locked
+
+
+def test_a_refused_chunk_leaves_nothing_locked_and_the_error_has_numbers_and_cures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runtime = Runtime(refuse=2)
+    monkeypatch.setattr("kvtier.tiers.cuda._cudart", lambda: runtime)
+    monkeypatch.setattr("kvtier.tiers.cuda.CHUNK_BYTES", PAGE)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (65536, 65536))
+    pool = ArrayPool(TierId.DRAM, 20, PAGE)
+    with pytest.raises(
+        KvtierError,
+        match=r"error 2 page-locking 4,096 bytes at 8,192 of 81,920; .*is 65,536 bytes, 81,920",
+    ):
+        register_cuda(pool)
+    assert len(runtime.calls) == 2 and not runtime.locked

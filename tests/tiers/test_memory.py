@@ -2,12 +2,24 @@
 
 import mmap
 import os
+import re
+import resource
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvtier.tiers.memory import HUGE_PAGE, PAGE, SharedMapping, collapse, populate
+from kvtier.tiers.dram import DramSlab
+from kvtier.tiers.memory import (
+    HUGE_PAGE,
+    PAGE,
+    SharedMapping,
+    collapse,
+    huge_bytes,
+    memlock_advice,
+    populate,
+)
 
 
 @pytest.fixture
@@ -84,3 +96,53 @@ def test_advice_counts_from_the_first_byte_of_the_view(fd: int) -> None:
 def _maps() -> list[str]:
     with open("/proc/self/maps") as file:
         return file.readlines()
+
+
+SMAPS = """\
+7f0000000000-7f0000400000 rw-s 00000000 00:01 5 /memfd:kvtier-dram (deleted)
+Size:               4096 kB
+AnonHugePages:         0 kB
+ShmemPmdMapped:     2048 kB
+FilePmdMapped:         0 kB
+7f0000400000-7f0000600000 rw-p 00000000 00:00 0
+AnonHugePages:      2048 kB
+7f0000600000-7f0000800000 rw-p 00000000 00:00 0 [heap]
+AnonHugePages:      2048 kB
+"""
+
+
+def test_huge_pages_are_counted_in_the_range_only(tmp_path: Path) -> None:
+    smaps = tmp_path / "smaps"
+    smaps.write_text(SMAPS)
+    start = 0x7F0000000000
+    assert huge_bytes(start, 4 << 20, smaps) == 2 << 20
+    assert huge_bytes(start, 6 << 20, smaps) == 4 << 20
+    assert huge_bytes(start + 1, 4 << 20, smaps) == 0
+    assert huge_bytes(start, 4 << 20, tmp_path / "none") == 0
+
+
+def test_what_was_collapsed_is_reported_as_huge() -> None:
+    slab = DramSlab.create(2, 2 * HUGE_PAGE)
+    collapsed = slab.huge_bytes()
+    assert collapsed % HUGE_PAGE == 0 and collapsed <= slab.geometry.nbytes
+    fd = os.memfd_create("kvtier-test")
+    os.ftruncate(fd, 2 * HUGE_PAGE)
+    if collapse(SharedMapping(fd, 2 * HUGE_PAGE), 0, 2 * HUGE_PAGE):
+        assert collapsed >= 4 * HUGE_PAGE
+    os.close(fd)
+    slab.close()
+    assert slab.huge_bytes() == 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"), [(1000, "ulimit -l.*is 1,000 bytes, 1,001"), (1001, "")]
+)
+def test_a_low_memory_lock_limit_is_named_with_its_cures(
+    limit: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
+    text = memlock_advice(1001)
+    assert re.search(said or "is not the cause", text)
+    assert all((cure in text) == bool(said) for cure in ("LimitMEMLOCK=", "--ulimit memlock=-1"))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
+    assert "is not the cause" in memlock_advice(1 << 60)

@@ -24,6 +24,7 @@ from kvtier.tiers.contracts import Checksums, Signal, Store
 from kvtier.tiers.dram import DramSlab
 from kvtier.tiers.errors import CapacityTooSmall
 from kvtier.tiers.memory import PAGE, round_up
+from kvtier.tiers.numa import nearest
 from kvtier.tiers.nvme.custody import NamespaceUse
 from kvtier.tiers.nvme.health import State
 from kvtier.tiers.nvme.tier import NvmeTier
@@ -46,6 +47,8 @@ class Slab:
     layout: BlockLayout
     dram: DramSlab
     cache: TieredCache
+    huge_bytes: int
+    """How much of the memory was on huge pages when it was made."""
 
 
 class Backend:
@@ -130,7 +133,7 @@ class Backend:
                 f"sidecar: {self._dram_bytes} bytes of DRAM hold no block of {stride} bytes; "
                 f"give it more (--dram)"
             )
-        dram = DramSlab.create(num_slots, layout.nbytes)
+        dram = DramSlab.create(num_slots, layout.nbytes, node=nearest())
         stores: list[Store] = []
         admission: Admission | None = None
         allowance: Callable[[], Allowance | None] = unlimited
@@ -152,7 +155,7 @@ class Backend:
             admission=admission,
             allowance=allowance,
         )
-        return Slab(layout, dram, cache)
+        return Slab(layout, dram, cache, dram.huge_bytes())
 
     def verified(self, slots: Slots, checksums: Checksums) -> "asyncio.Future[int]":
         """How many leading slots hold bytes with these checksums (found on a helper thread)."""

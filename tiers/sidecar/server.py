@@ -210,6 +210,8 @@ class SidecarServer:
         if slab is not None:
             numbers["sidecar.num_slots"] = slab.dram.num_slots
             numbers["sidecar.num_free"] = slab.dram.num_free
+            numbers["sidecar.slab_bytes"] = slab.dram.geometry.nbytes
+            numbers["sidecar.slab_huge_bytes"] = slab.huge_bytes
             statistics = slab.cache.statistics()
             numbers |= flatten("cache", statistics)
             for pool in statistics.pools:
