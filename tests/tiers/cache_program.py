@@ -87,7 +87,7 @@ class CacheProgram:
         self.running: list[Running] = []
         self.tickets: list[Ticket] = []
         self.num_tails = 0
-        self.stale: tuple[Lease, Slots] | None = None
+        self.stale: tuple[Lease, BlockTable] | None = None
 
     def step(self, verb: str, a: int, b: int, c: int) -> None:
         act: Callable[[int, int, int], None] = getattr(self, verb)
@@ -168,16 +168,18 @@ class CacheProgram:
             self._is_refused(one.lease, other.lease.private)
         self._is_refused(one.lease, np.array([self.hbm.num_slots], np.int32))
         if self.stale is not None:
-            gone, slots = self.stale
-            free = [s for s in slots.tolist() if self.hbm.state(s) is SlotState.FREE]
+            gone, table = self.stale
+            free = [s for s in table.slots.tolist() if self.hbm.state(s) is SlotState.FREE]
             if free:
                 self._is_refused(gone, np.array(free, np.int32))
+            if (self.cache.generations_of(table.slots) != table.generations).any():
+                self._raises(LaunchRefused, lambda: self.cache.guard.check([(gone, table)]))
 
     def release(self, a: int, b: int, c: int) -> None:
         one = self._one(a)
         if one is not None:
             self.running.remove(one)
-            self.stale = (one.lease, one.lease.block_table)
+            self.stale = (one.lease, one.lease.table)
             self.cache.release(one.lease, again=b % 4 == 3)
 
     def fork(self, a: int, b: int, c: int) -> None:

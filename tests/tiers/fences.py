@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -202,6 +201,12 @@ FENCES: tuple[Fence, ...] = (
         "use == SlotUse.PRIVATE",
     ),
     Fence(
+        "the guard knows a slot that changed hands",
+        GUARD,
+        "        fine &= self._generation[inside] == table.generations\n",
+        "",
+    ),
+    Fence(
         "the guard knows where the pool ends",
         GUARD,
         "return np.flatnonzero(outside | ~fine)",
@@ -376,14 +381,12 @@ def first_failure(num_seeds: int) -> tuple[str | None, int, str]:
     return None, num_seeds, "nobody notices"
 
 
-def table(verdicts: Sequence[Verdict]) -> str:
-    """The verdicts for a reader."""
-    lines = ["| fence | caught by | seeds | how |", "| --- | --- | ---: | --- |"]
-    for each in verdicts:
-        lines.append(
-            f"| {each.fence} | {each.caught_by or '**nobody**'} | {each.num_seeds} | {each.how} |"
-        )
-    return "\n".join(lines)
+HEAD = "| fence | caught by | seeds | how |\n| --- | --- | ---: | --- |"
+
+
+def row(each: Verdict) -> str:
+    """A verdict for a reader."""
+    return f"| {each.fence} | {each.caught_by or '**nobody**'} | {each.num_seeds} | {each.how} |"
 
 
 def main() -> int:
@@ -397,8 +400,11 @@ def main() -> int:
         print(json.dumps(first_failure(options.seeds)))
         return 0
     wanted = [f for f in FENCES if not options.names or any(n in f.name for n in options.names)]
-    verdicts = [judge(fence, options.seeds) for fence in wanted]
-    print(table(verdicts))
+    print(HEAD)
+    verdicts: list[Verdict] = []
+    for fence in wanted:
+        verdicts.append(judge(fence, options.seeds))
+        print(row(verdicts[-1]), flush=True)
     found = [asdict(verdict) for verdict in verdicts]
     missed = [verdict.fence for verdict in verdicts if verdict.caught_by is None]
     result = {"fences": len(verdicts), "missed": missed, "seeds": options.seeds}
