@@ -3,14 +3,15 @@
 `kvtier replay`'s world: HBM, DRAM and a store of leaf-LRU, leaf-LRU in both pools, nothing written
 back, so that what is written is what eviction chose. Beside the traces a generated one of
 documents: 30,000, drawn two a request by a power law (0.95), of 4 to 39 blocks. Each trace ends at
-midnight; the day's budget of `learned, half` is half of what `all` writes. Prints a table, then one
-JSON line.
+midnight; the day's budget of `learned, half` is half of what `all` writes, that of `learned, even`
+what second touch writes. Prints a table, then one JSON line.
 
     python -m bench.admission [TRACE ...] [--requests N] [--no-documents]
 """
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -71,13 +72,17 @@ def measure(name: str, requests: Requests) -> dict[str, list[float]]:
     setup = Setup(HBM, DRAM, nvme)
     learned = Setup(HBM, DRAM, nvme, nvme_admission="learned")
     everything = run(requests, setup)
-    written = everything.moved["dram > nvme"]
-    half = Setup(HBM, DRAM, nvme, nvme_admission="learned", write_budget_bytes=written // 2)
+    second = run(requests, setup, SecondTouch(DRAM, nvme))
+
+    def within(budget: int) -> Outcome:
+        return run(requests, replace(learned, write_budget_bytes=max(1, budget)))
+
     outcomes = {
         "all": everything,
-        "second touch": run(requests, setup, SecondTouch(DRAM, nvme)),
+        "second touch": second,
         "learned": run(requests, learned),
-        "learned, half": run(requests, half),
+        "learned, half": within(everything.moved["dram > nvme"] // 2),
+        "learned, even": within(second.moved["dram > nvme"]),
     }
     found = {}
     for rule, outcome in outcomes.items():

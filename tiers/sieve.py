@@ -56,10 +56,15 @@ class Sieve:
         self._admission.asked(np.concatenate([self._index.marks(ids), marks_of(behind)]))
 
     def num_wanted(self, run: BlockIds) -> int:
-        """How many leading blocks of a root-first run of one branch should be written."""
+        """How many leading blocks of a root-first run of one branch should be written.
+
+        No more than are allowed, whatever was decided when more was: at first everything is.
+        """
         self._index.keys(run[-1:])
         worth = self._admission.worth(self._index.marks(run))
-        return len(run) - int(np.argmax(worth[::-1])) if worth.any() else 0
+        wanted = len(run) - int(np.argmax(worth[::-1])) if worth.any() else 0
+        allowed = self._allowance() if wanted else None
+        return wanted if allowed is None else min(wanted, int(allowed.nbytes // self._block_bytes))
 
     def unwanted(self, runs: Sequence[BlockIds]) -> BlockIds:
         """Of root-first runs of branches, the blocks that should not be written."""

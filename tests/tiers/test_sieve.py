@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvtier.index.admission import Admission, Allowance, Marks, Mask, marks_of
 from kvtier.index.words import TierId, Tokens
@@ -11,7 +12,7 @@ from kvtier.tiers.contracts import Put
 from kvtier.tiers.nvme.budget import DAY_S, WriteBudget
 from kvtier.tiers.nvme.rows import DayWritten
 from tests.nvme.rig import Rig as StoreRig
-from tests.tiers.cache_rig import NAMESPACE, doc, keys_of
+from tests.tiers.cache_rig import BLOCK_BYTES, NAMESPACE, doc, keys_of
 from tests.tiers.sim_rig import SimRig
 
 
@@ -148,6 +149,19 @@ def test_a_cache_learns_that_documents_do_not_come_back() -> None:
     assert puts - early < 40, "of 400 blocks that left"
     statistics = device_rig.cache.statistics().sieve
     assert statistics is not None and statistics.refused > 400
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_what_is_left_of_a_budget_binds_before_anything_is_learned(left: int) -> None:
+    allowance = Allowance(left * BLOCK_BYTES + BLOCK_BYTES // 2, 100.0)
+    rig = SimRig.make(4, 8, admission=Admission(8, 64), allowance=lambda: allowance)
+    rig.visit(doc(1, 4))
+    rig.settle()
+    for seed in (2, 3):
+        rig.visit(doc(seed, 4))
+        rig.settle()
+    stored = [rig.store.holds(NAMESPACE, key) for key in keys_of(doc(1, 4))]
+    assert stored == [True] * left + [False] * (4 - left)
 
 
 def test_the_days_allowance_is_what_is_left_of_the_budget_until_midnight() -> None:
