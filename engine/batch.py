@@ -39,13 +39,23 @@ class Span:
         return self.start + len(self.tokens)
 
 
+@dataclass(frozen=True)
+class Padding:
+    """A launch has `rows` rows, whatever it computes, and `wanted` rows get logits if any does."""
+
+    rows: int
+    wanted: int
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Spans laid end to end: row `i` of every tensor is the same token.
 
     tokens, positions, slot_mapping: int64 `[rows]`, the last `slot * block_size + offset`.
     wanted: int64, rows whose logits are asked for, in the order of the spans. Spans of one row
-    that continue a sequence (decoding) come first.
+    that continue a sequence (decoding) come first. Behind them may come padding: rows that nobody
+    asked for, token 0 at position 0, of slot -1, which is not stored; and the first of the wanted
+    rows again and again.
     """
 
     spans: tuple[Span, ...]
@@ -60,8 +70,13 @@ class Batch:
         return len(self.tokens)
 
 
-def lay_out(spans: Sequence[Span], block_size: int, device: str = "cpu") -> Batch:
-    """Put decoding spans first, then the others, and compute every row's place."""
+def lay_out(
+    spans: Sequence[Span], block_size: int, device: str = "cpu", padding: Padding | None = None
+) -> Batch:
+    """Put decoding spans first, then the others, and compute every row's place.
+
+    Raises ValueError if there is more than the `padding` has room for.
+    """
     decode = [span for span in spans if span.count == 1 and span.start > 0]
     ordered = (*decode, *(span for span in spans if span.count != 1 or span.start == 0))
     positions = [np.arange(span.start, span.context) for span in ordered]
@@ -71,15 +86,24 @@ def lay_out(spans: Sequence[Span], block_size: int, device: str = "cpu") -> Batc
     ]
     ends = np.cumsum([span.count for span in ordered])
     wanted = [end - 1 for span, end in zip(ordered, ends, strict=True) if span.wants_logits]
+    spare = 0
+    if padding is not None:
+        spare = padding.rows - int(ends[-1])
+        if spare < 0 or len(wanted) > padding.wanted:
+            raise ValueError(f"spans: {ends[-1]} rows, {len(wanted)} wanted, exceed {padding}")
+        wanted += wanted[:1] * (padding.wanted - len(wanted))
 
-    def rows(parts: Sequence[np.ndarray[tuple[int, ...], np.dtype[np.integer]]]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
+    def rows(
+        parts: Sequence[np.ndarray[tuple[int, ...], np.dtype[np.integer]]], filler: int
+    ) -> Tensor:
+        filled = np.concatenate([*parts, np.full(spare, filler)])
+        return torch.from_numpy(filled.astype(np.int64)).to(device)
 
     return Batch(
         ordered,
-        rows([span.tokens for span in ordered]),
-        rows(positions),
-        rows(places),
+        rows([span.tokens for span in ordered], 0),
+        rows(positions, 0),
+        rows(places, -1),
         torch.tensor(wanted, dtype=torch.int64, device=device),
         len(decode),
     )

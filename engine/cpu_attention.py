@@ -73,6 +73,7 @@ class CpuAttention:
             mirror.append(layer, key[rows], value[rows], span.start)
             out[rows] = mirror.attend(layer, query[rows], span.start)
             row += span.count
+        out[row:] = 0  # padding
         return out
 
     def finish(self) -> None:

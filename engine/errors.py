@@ -25,3 +25,7 @@ class BadSampling(KvtierError):
 
 class BadSettings(KvtierError):
     """Engine settings that contradict each other or the machine."""
+
+
+class NotExact(KvtierError):
+    """Exact mode cannot keep its promise here: on this machine, or not any more."""

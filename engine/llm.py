@@ -6,7 +6,7 @@ Puts the rooms together; each of them decides its own matters. One `LLM` serves 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +19,7 @@ from kvtier.engine.assembly import CacheSettings, open_cache
 from kvtier.engine.core import EngineCore, OnToken
 from kvtier.engine.cpu_attention import CpuAttention
 from kvtier.engine.errors import BadPrompt, BadSettings
+from kvtier.engine.exact import settle_exact
 from kvtier.engine.identity import namespace_of
 from kvtier.engine.model import Attention, LlamaModel
 from kvtier.engine.model_config import read_config
@@ -64,11 +65,17 @@ class LLM:
         device: str = "cpu",
         threads: int | None = None,
     ) -> None:
-        """`threads`: CPU threads of torch, for the whole process (None leaves it as it is)."""
+        """`threads`: CPU threads of torch, for the whole process (None leaves it as it is).
+
+        Raises `NotExact` if `engine.exact` is asked for where it cannot be had.
+        """
         _refuse_bad_machine(dtype, device, threads)
         if threads is not None:
             torch.set_num_threads(threads)
         settings, engine = cache or CacheSettings(), engine or EngineSettings()
+        engine.cuts(settings.block_size)  # refuses before anything is opened
+        self.share_tokens = engine.exact_chunk if engine.exact else settings.block_size
+        """A prompt's KV is kept and found by whole multiples of so many tokens."""
         self.directory = Path(model_dir)
         self.config = config = read_config(self.directory)
         self.layout = BlockLayout(
@@ -92,12 +99,17 @@ class LLM:
             self._open = open_cache(settings, self.layout, device)
             stack.callback(self._open.close)
             self.cache, self.store = self._open.cache, self._open.store
+            exact = None
+            if engine.exact:
+                size, chunk, batch = settings.block_size, engine.exact_chunk, engine.max_running
+                alone = partial(_attention, max_positions=0, share_prefixes=False)
+                exact = settle_exact(model, alone, size, chunk, batch)
+                self._namespace = replace(self._namespace, exact=exact.name)
+            attention = _attention(
+                self._open.hbm.tensor, config.max_positions, share_prefixes=not engine.exact
+            )
             runner = Runner(
-                model,
-                _attention(self._open.hbm.tensor, config.max_positions),
-                self.cache.guard,
-                settings.block_size,
-                device,
+                model, attention, self.cache.guard, settings.block_size, device, exact=exact
             )
             self._core = EngineCore(self.cache, runner, engine, config.stop_ids)
             self._resources = stack.pop_all()
@@ -151,14 +163,16 @@ class LLM:
         return [each.completion(self._text(each)) for each in requests]
 
     def prefill(self, tokens: Sequence[int] | Tokens, *, salt: str = "") -> Completion:
-        """Bring the whole blocks of `tokens` into the cache, computing what it lacks.
+        """Bring the whole blocks of `tokens` (in exact mode: the whole chunks) into the cache,
+        computing what it lacks.
 
-        Raises `BadPrompt` if they do not fill one block, or are too many.
+        Raises `BadPrompt` if they do not fill one, or are too many.
         """
-        size = self.layout.block_size
+        size = self.share_tokens
         ids = as_tokens(tokens)
         if len(ids) < size:
-            raise BadPrompt(f"prefill: {len(ids)} tokens do not fill one block of {size}")
+            unit = "block" if size == self.layout.block_size else "chunk"
+            raise BadPrompt(f"prefill: {len(ids)} tokens do not fill one {unit} of {size}")
         request = self._request(ids[: len(ids) // size * size], None, salt)
         self._core.run([request])
         return request.completion()
@@ -264,7 +278,7 @@ def _refuse_bad_machine(dtype: str, device: str, threads: int | None) -> None:
         raise BadSettings(f"threads: {threads} given, want 1 or more")
 
 
-def _attention(pool: torch.Tensor, max_positions: int) -> Attention:
+def _attention(pool: torch.Tensor, max_positions: int, *, share_prefixes: bool = True) -> Attention:
     if pool.device.type == "cpu":
         # One context is ready from the start, at the price of at most half the pool once more.
         half = pool.shape[0] * pool.shape[4] // 2
@@ -272,4 +286,4 @@ def _attention(pool: torch.Tensor, max_positions: int) -> Attention:
     # Triton exists on Linux only, and loading it takes a second that a CPU engine need not spend.
     from kvtier.engine.triton_attention import TritonAttention
 
-    return TritonAttention(pool)
+    return TritonAttention(pool, share_prefixes=share_prefixes)

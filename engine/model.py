@@ -69,22 +69,61 @@ class LlamaModel:
         attention.begin(batch, *rotations(self._frequencies, batch.positions))
         hidden = weights.embedding[batch.tokens]
         for number, layer in enumerate(weights.layers):
-            normed = F.rms_norm(hidden, hidden.shape[-1:], layer.attention_norm, eps)
-            mixed = self._attend(number, layer, normed, attention)
+            states = self._project(layer, hidden)
+            mixed = attention.attend(number, states).flatten(1)
             if number == len(weights.layers) - 1:
                 # Only K and V of the last layer serve other rows: the rest is for the logits.
                 hidden, mixed = hidden[batch.wanted], mixed[batch.wanted]
-            hidden = _project_onto(hidden, mixed, layer.output)
-            hidden = _feed_forward(hidden, layer, eps)
+            hidden = _mix(layer, hidden, mixed, eps)
         attention.finish()
-        hidden = F.rms_norm(hidden, hidden.shape[-1:], weights.norm, eps)
-        return F.linear(hidden, weights.head).float()
+        return self._logits(hidden)
 
-    def _attend(self, number: int, layer: Layer, normed: Tensor, attention: Attention) -> Tensor:
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._weights.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._weights.embedding.device
+
+    @torch.inference_mode()
+    def rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, each float32 `[n, head_dim / 2]`, of int64 positions `[n]`.
+
+        This and the next three are all that is done to rows apart from attention, in every layer
+        with the same shapes: what holds for how they treat a row holds for the model.
+        """
+        return rotations(self._frequencies, positions)
+
+    @torch.inference_mode()
+    def project(self, hidden: Tensor) -> Tensor:
+        """`[n, heads + 2 * kv_heads, head_dim]` of rows `[n, hidden]`, of the first layer."""
+        return self._project(self._weights.layers[0], hidden)
+
+    @torch.inference_mode()
+    def mix(self, hidden: Tensor, mixed: Tensor) -> Tensor:
+        """What the first layer makes of rows `[n, hidden]` and their `[n, heads * head_dim]`."""
+        return _mix(self._weights.layers[0], hidden, mixed, self.config.norm_eps)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 `[n, vocab]` of rows that have passed all layers."""
+        return self._logits(hidden)
+
+    def _project(self, layer: Layer, hidden: Tensor) -> Tensor:
         heads, kv_heads = self.config.heads, self.config.kv_heads
+        normed = F.rms_norm(hidden, hidden.shape[-1:], layer.attention_norm, self.config.norm_eps)
         states = F.linear(normed, layer.qkv.weight, layer.qkv.bias)
-        states = states.view(-1, heads + 2 * kv_heads, self.config.head_dim)
-        return attention.attend(number, states).flatten(1)
+        return states.view(-1, heads + 2 * kv_heads, self.config.head_dim)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        normed = F.rms_norm(hidden, hidden.shape[-1:], self._weights.norm, self.config.norm_eps)
+        return F.linear(normed, self._weights.head).float()
+
+
+def _mix(layer: Layer, hidden: Tensor, mixed: Tensor, eps: float) -> Tensor:
+    """The rows after attention's share and the feed-forward network's are added."""
+    return _feed_forward(_project_onto(hidden, mixed, layer.output), layer, eps)
 
 
 def _feed_forward(hidden: Tensor, layer: Layer, eps: float) -> Tensor:

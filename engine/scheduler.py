@@ -4,7 +4,8 @@ Owns the queue and every lease. Decoding rows go first, then prompts in order of
 under one token budget. A request is admitted in order of arrival, when there is budget and room for
 it, and not while another is about to make blocks that it could use: of several with one document,
 the first loads or computes it. A request whose prefix is on its way up is LOADING and holds back
-none but those. Knows no model.
+none but those. Where tokens are cut into launches, and which of them are shared, its `Cuts` say.
+Knows no model.
 """
 
 from collections import deque
@@ -15,12 +16,13 @@ from math import ceil
 
 import numpy as np
 
+from kvtier.engine.cuts import ChunkCuts, Cuts, FreeCuts
 from kvtier.engine.errors import BadSettings
 from kvtier.engine.request import Request, State
 from kvtier.index.lookahead import Waiting
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.errors import TierFull
-from kvtier.tiers.lease import Lease
+from kvtier.tiers.lease import Lease, Ticket
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,10 @@ class EngineSettings:
     load_deadline_s: how long a request waits for blocks that the cache has promised, and for slots
     that it is vacating.
     reuse: False computes everything and shares nothing (a baseline).
+    exact: a prompt leads to the same bits whatever of it was found in the cache, and whoever runs
+    beside it. Prompts are computed in chunks of `exact_chunk` tokens (a multiple of the block size)
+    that begin at its multiples; only whole chunks of prompts are shared, and decoding always takes
+    `max_running` rows.
     Raises `BadSettings` if a value is outside its range.
     """
 
@@ -44,9 +50,11 @@ class EngineSettings:
     lookahead: int = 64
     load_deadline_s: float = 5.0
     reuse: bool = True
+    exact: bool = False
+    exact_chunk: int = 256
 
     def __post_init__(self) -> None:
-        leasts = {"step_tokens": 1, "max_running": 1}
+        leasts = {"step_tokens": 1, "max_running": 1, "exact_chunk": 1}
         leasts |= dict.fromkeys(("prefetch_depth", "lookahead", "load_deadline_s"), 0)
         for name, least in leasts.items():
             if getattr(self, name) < least:
@@ -58,6 +66,23 @@ class EngineSettings:
                 f"engine.step_tokens: {self.step_tokens} leaves no row for each of "
                 f"{self.max_running} running requests; raise it"
             )
+        if self.exact and self.step_tokens < self.exact_chunk + self.max_running:
+            raise BadSettings(
+                f"engine.step_tokens: {self.step_tokens} leaves no room for a chunk of "
+                f"{self.exact_chunk} beside {self.max_running} running requests; raise it to "
+                f"{self.exact_chunk + self.max_running}, or lower engine.exact_chunk"
+            )
+
+    def cuts(self, block_size: int) -> Cuts:
+        """Where tokens are cut. Raises `BadSettings` if chunks are no whole blocks."""
+        if not self.exact:
+            return FreeCuts(block_size)
+        if self.exact_chunk % block_size:
+            raise BadSettings(
+                f"engine.exact_chunk: {self.exact_chunk} is no multiple of the block size; "
+                f"give one of {block_size}"
+            )
+        return ChunkCuts(self.exact_chunk)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +96,11 @@ class Work:
     @property
     def end(self) -> int:
         return self.start + self.count
+
+    @property
+    def is_past_prompt(self) -> bool:
+        """Whether these tokens were generated (at least the first of them)."""
+        return self.start >= len(self.request.prompt)
 
     @property
     def wants_logits(self) -> bool:
@@ -91,6 +121,7 @@ class Scheduler:
         self._cache = cache
         self._block_size = block_size
         self._settings = settings
+        self._cuts = settings.cuts(block_size)
         self._clock = clock
         self._dropped = dropped
         self._waiting: deque[Request] = deque()
@@ -124,12 +155,12 @@ class Scheduler:
         self._end_loads()
         urgent, work = self._by_urgency(), list[Work]()
         budget = self._settings.step_tokens
-        if not any(each.generating for each in urgent):
+        if not any(self._cuts.is_decoding(each) for each in urgent):
             budget *= 2
         for request in urgent:
             budget -= self._take(request, budget, work)
         for request in list(self._waiting):
-            if budget < 1 or len(self._active) >= self._settings.max_running:
+            if budget < self._cuts.least or len(self._active) >= self._settings.max_running:
                 break
             if not self._fits(request):
                 break
@@ -143,13 +174,13 @@ class Scheduler:
         return work
 
     def advance(self, work: Iterable[Work]) -> None:
-        """These launches have run: their tokens' K and V stand in the pool. Shares whole blocks."""
+        """These launches have run: their tokens' K and V stand in the pool. Shares what may be."""
         for each in work:
             request = each.request
             before, request.computed = request.computed, each.end
-            crossed = request.computed // self._block_size > before // self._block_size
-            if crossed and self._settings.reuse:
-                self._cache.commit(_lease(request), request.tokens[: request.computed])
+            shared = self._cuts.shared(request, request.computed)
+            if self._settings.reuse and shared > self._cuts.shared(request, before):
+                self._cache.commit(_lease(request), request.tokens[:shared])
             if request.sampler is None and not request.pending:
                 self.finish(request, "prefilled")
 
@@ -182,6 +213,12 @@ class Scheduler:
             self._start(request, lease)
 
     def _start(self, request: Request, lease: Lease) -> None:
+        usable = self._cuts.shared(request, lease.cached_tokens)
+        if usable < lease.cached_tokens:
+            # The hit ended within a chunk, which is computed whole, into slots of its own.
+            self._acquire(request, usable, lease.ticket)
+            self._cache.release(lease, again=True)
+            return
         request.state = State.RUNNING
         request.computed = lease.cached_tokens
         if request.cached_tokens is None:
@@ -192,13 +229,13 @@ class Scheduler:
 
     def _by_urgency(self) -> Sequence[Request]:
         running = [each for each in self._active if each.state is State.RUNNING]
-        return sorted(running, key=lambda each: not each.generating)
+        return sorted(running, key=lambda each: not self._cuts.is_decoding(each))
 
     def _take(self, request: Request, budget: int, work: list[Work]) -> int:
-        """Plan as many of the request's tokens as fit; returns how many."""
+        """Plan as many of the request's tokens as fit; returns the rows they take."""
         if request.state is not State.RUNNING:
             return 0
-        count = min(request.pending, budget)
+        count, rows = self._cuts.next(request, budget)
         if count < 1:
             return 0
         has_room = self._make_room(request, request.computed + count)
@@ -207,7 +244,7 @@ class Scheduler:
         if not has_room:
             return 0
         work.append(Work(request, request.computed, count))
-        return count
+        return rows
 
     def _make_room(self, request: Request, end: int) -> bool:
         """Slots for positions up to `end`, preempting younger requests if need be."""
@@ -269,24 +306,32 @@ class Scheduler:
         n = min(len(theirs), len(ours))
         differ = np.flatnonzero(theirs[:n] != ours[:n])
         common = int(differ[0]) if len(differ) else n
-        return common // self._block_size > active.computed // self._block_size
+        common = min(self._cuts.shared(active, common), self._cuts.shared(waiting, common))
+        return common > self._cuts.shared(active, active.computed)
 
     def _admit(self, request: Request) -> None:
-        limit = request.cache_limit if self._settings.reuse else 0
         request.load_until = self._clock() + self._settings.load_deadline_s
-        request.lease = self._cache.acquire(
-            request.namespace,
-            request.tokens,
-            limit=limit,
-            prefetched=request.prefetch,
-            deadline=request.load_until,
-        )
-        request.prefetch = None
         request.state = State.LOADING
         self._active.append(request)
         self._active.sort(key=lambda each: each.id)
+        prefetched, request.prefetch = request.prefetch, None
+        self._acquire(request, self._findable(request), prefetched)
+
+    def _acquire(self, request: Request, limit: int, found: Ticket | None) -> None:
+        """Lease `limit` cached tokens at most; `found` is what an earlier look has led to."""
+        request.lease = self._cache.acquire(
+            request.namespace,
+            request.tokens,
+            limit=limit if self._settings.reuse else 0,
+            prefetched=found,
+            deadline=request.load_until,
+        )
         if request.lease.ticket.done():
             self._start(request, request.lease)
+
+    def _findable(self, request: Request) -> int:
+        """Tokens that the cache may supply."""
+        return self._cuts.shared(request, request.cache_limit)
 
     def _look_ahead(self) -> None:
         """Tell the cache who is next, so that what they will find stays until they come.
@@ -295,7 +340,7 @@ class Scheduler:
         """
         if self._settings.reuse and self._settings.lookahead:
             first = islice(self._waiting, self._settings.lookahead)
-            self._cache.expect([Waiting(r.namespace, r.tokens[: r.cache_limit]) for r in first])
+            self._cache.expect([Waiting(r.namespace, r.tokens[: self._findable(r)]) for r in first])
 
     def _prefetch(self) -> None:
         if not self._settings.reuse:
@@ -305,7 +350,7 @@ class Scheduler:
                 break
             if request.prefetch is None:
                 ticket = self._cache.prefetch(
-                    request.namespace, request.tokens, limit=request.cache_limit
+                    request.namespace, request.tokens, limit=self._findable(request)
                 )
                 request.prefetch = None if ticket.is_idle else ticket
 

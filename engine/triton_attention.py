@@ -81,6 +81,8 @@ class TritonAttention:
                     self._scale,
                 )
             )
+        else:
+            out.append(torch.zeros_like(query[first:]))  # padding
         return torch.cat(out)
 
     def _attend_decoding(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:

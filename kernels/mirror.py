@@ -18,6 +18,11 @@ from kvtier.kernels.hostmem import empty_host
 Indices = npt.NDArray[np.integer]
 """Slot numbers as the index hands them out."""
 
+_ALIGNED = 32
+"""Capacity is a multiple of so many positions, so that each head's K and V begin on a 64-byte
+boundary (32 elements of 16 bits). BLAS kernels choose their path by alignment, and with it the last
+bits: a mirror's size and history must not show in what is attended through it."""
+
 
 class ContextMirror:
     """One sequence's K and V, contiguous per layer: `[layers, 2, kv_heads, capacity, head_dim]`.
@@ -28,7 +33,7 @@ class ContextMirror:
     def __init__(
         self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, capacity: int
     ) -> None:
-        self._data = empty_host((layers, 2, kv_heads, max(capacity, 1), head_dim), dtype)
+        self._data = empty_host((layers, 2, kv_heads, _aligned(capacity), head_dim), dtype)
         self._filled = [0] * layers
         self._scale = 1.0 / sqrt(head_dim)
 
@@ -137,7 +142,12 @@ class ContextMirror:
         if tokens <= self.capacity:
             return
         layers, _, kv_heads, capacity, head_dim = self._data.shape
-        shape = (layers, 2, kv_heads, max(tokens, 2 * capacity), head_dim)
+        shape = (layers, 2, kv_heads, _aligned(max(tokens, 2 * capacity)), head_dim)
         grown = empty_host(shape, self._data.dtype)
         grown[:, :, :, :keep] = self._data[:, :, :, :keep]
         self._data = grown
+
+
+def _aligned(tokens: int) -> int:
+    """The capacity that holds `tokens` positions: at least one, a multiple of `_ALIGNED`."""
+    return max(-(-tokens // _ALIGNED), 1) * _ALIGNED

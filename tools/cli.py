@@ -95,6 +95,7 @@ def prewarm(
         int, typer.Option("--step", min=1, help="Tokens computed between two flushes.")
     ] = 2048,
     threads: options.Threads = None,
+    exact: options.Exact = False,
     as_json: options.Json = False,
 ) -> None:
     """Compute the KV of documents and store it, before anyone asks about them.
@@ -106,7 +107,9 @@ def prewarm(
     )
     from kvtier.tools.prewarm.command import run_prewarm
 
-    run_prewarm(documents, model, place, step_tokens=step, threads=threads, as_json=as_json)
+    run_prewarm(
+        documents, model, place, step_tokens=step, threads=threads, as_json=as_json, exact=exact
+    )
 
 
 @app.command()
@@ -132,6 +135,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     salt: Annotated[str, typer.Option(help="Share KV only with requests of this salt.")] = "",
     threads: options.Threads = None,
+    exact: options.Exact = False,
     as_json: options.Json = False,
 ) -> None:
     """Answer one prompt, and say how many of its tokens came from which tier."""
@@ -154,7 +158,15 @@ def generate(
 
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     run_generate(
-        prompt, document, model, place, sampling, salt=salt, threads=threads, as_json=as_json
+        prompt,
+        document,
+        model,
+        place,
+        sampling,
+        salt=salt,
+        threads=threads,
+        as_json=as_json,
+        exact=exact,
     )
 
 

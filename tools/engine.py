@@ -4,11 +4,12 @@ from pathlib import Path
 
 from kvtier.engine.assembly import CacheSettings
 from kvtier.engine.llm import LLM
+from kvtier.engine.scheduler import EngineSettings
 from kvtier.tools.options import Tiers
 
 
-def open_llm(model: Path, tiers: Tiers, threads: int | None) -> LLM:
-    """The model of a directory over these tiers; a context manager.
+def open_llm(model: Path, tiers: Tiers, threads: int | None, *, exact: bool = False) -> LLM:
+    """The model of a directory over these tiers; a context manager. `exact`: in exact mode.
 
     Raises what the engine and the tiers raise, all `KvtierError`.
     """
@@ -25,4 +26,4 @@ def open_llm(model: Path, tiers: Tiers, threads: int | None) -> LLM:
         dram_policy=tiers.dram_policy,
         nvme_admission=tiers.nvme_admission,
     )
-    return LLM(model, cache=settings, threads=threads)
+    return LLM(model, cache=settings, engine=EngineSettings(exact=exact), threads=threads)

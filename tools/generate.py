@@ -24,6 +24,7 @@ def run_generate(
     salt: str,
     threads: int | None,
     as_json: bool,
+    exact: bool = False,
 ) -> None:
     """Print the text as it comes, then one line on standard error (or JSON) of what was reused."""
     if not prompt.strip():
@@ -34,7 +35,7 @@ def run_generate(
         if len(found) != 1:
             raise BadDocument(f"{document}: {len(found)} documents; --document takes one text file")
         text = found[0].read()
-    with open_llm(model, tiers, threads) as llm:
+    with open_llm(model, tiers, threads, exact=exact) as llm:
         tokens = full_prompt(llm.chat_prompt, text, prompt)
 
         def show(place: int, piece: str) -> None:

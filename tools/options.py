@@ -81,6 +81,13 @@ NvmeAdmission = Annotated[
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, help="Compute threads (default: torch's choice).")
 ]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        help="The same bits whatever was cached: fixed launch shapes, whole chunks only; slower.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="End with one line of JSON.")]
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvtier.engine.core import EngineCore
 from kvtier.engine.cpu_attention import CpuAttention
+from kvtier.engine.exact import settle_exact
 from kvtier.engine.model_config import ModelConfig
 from kvtier.engine.request import Request, State
 from kvtier.engine.runner import Runner
@@ -98,8 +99,15 @@ def make_rig(
         pools.append(ArrayPool(TierId.DRAM, dram, layout.nbytes, debug=True))
     stores: Sequence[Store] = [] if store is None else [store]
     cache = TieredCache(BLOCK, pools, stores, Mover(device), device.signal, clock=device.clock)
-    runner = Runner(model, CpuAttention(top.tensor), cache.guard, BLOCK, preload_blocks=2)
-    core = EngineCore(cache, runner, settings or EngineSettings(), config.stop_ids)
+    settings = settings or EngineSettings()
+    exact = None
+    if settings.exact:
+        chunk, batch = settings.exact_chunk, settings.max_running
+        exact = settle_exact(model, CpuAttention, BLOCK, chunk, batch)
+    runner = Runner(
+        model, CpuAttention(top.tensor), cache.guard, BLOCK, preload_blocks=2, exact=exact
+    )
+    core = EngineCore(cache, runner, settings, config.stop_ids)
     return Rig(config, device, top, cache, runner, core)
 
 

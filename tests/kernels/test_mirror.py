@@ -107,7 +107,9 @@ def test_growth_keeps_what_is_present_and_doubles() -> None:
     before = mirror.attend(2, make_query(shape, 1), 20)
     row = torch.ones((1, 3, 24))
     mirror.append(2, row, row, 21)
-    assert mirror.capacity == 42
+    assert mirror.capacity == 32
+    mirror.append(2, row.expand(12, -1, -1), row.expand(12, -1, -1), 22)
+    assert mirror.capacity == 64
     assert torch.equal(mirror.attend(2, make_query(shape, 1), 20), before)
 
 

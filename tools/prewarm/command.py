@@ -11,6 +11,7 @@ from rich.table import Table
 
 from kvtier.engine.assembly import CacheSettings
 from kvtier.engine.model_config import read_config
+from kvtier.engine.scheduler import EngineSettings
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.index.namespace import BlockLayout
 from kvtier.tools.documents import Document, find_documents
@@ -33,15 +34,18 @@ def run_prewarm(
     step_tokens: int,
     threads: int | None,
     as_json: bool,
+    exact: bool = False,
 ) -> None:
     """Prewarm and print. Raises `PrewarmIncomplete`, after the summary, if anything is missing."""
     documents = find_documents(paths)
     if tiers.store is not None:
-        _refuse_before_opening(documents, model, tiers.nvme_bytes)
-    with open_llm(model, tiers, threads) as llm:
+        unit = EngineSettings().exact_chunk if exact else CacheSettings().block_size
+        _refuse_before_opening(documents, model, tiers.nvme_bytes, unit)
+    with open_llm(model, tiers, threads, exact=exact) as llm:
         capacity = tiers.nvme_bytes if tiers.store is not None else None
         with TerminalWatcher() as watcher:
-            job = PrewarmJob(EngineTarget(llm, capacity), watcher, step_tokens)
+            step = -(-step_tokens // llm.share_tokens) * llm.share_tokens
+            job = PrewarmJob(EngineTarget(llm, capacity), watcher, step)
             summary = job.run(documents)
     _show(summary)
     if as_json:
@@ -61,7 +65,9 @@ class _Room:
     capacity_bytes: int | None
 
 
-def _refuse_before_opening(documents: Sequence[Document], model: Path, capacity: int) -> None:
+def _refuse_before_opening(
+    documents: Sequence[Document], model: Path, capacity: int, unit: int
+) -> None:
     """A store that is opened with a limit below what it holds gives blocks up first.
 
     So what cannot fit is refused while the store is still closed: nothing is lost by a mistake.
@@ -72,7 +78,7 @@ def _refuse_before_opening(documents: Sequence[Document], model: Path, capacity:
     prefixes = []
     for document in documents:
         with suppress(BadDocument):  # the job names it
-            prefixes.append(document_prefix(chat, document.read(), block_size))
+            prefixes.append(document_prefix(chat, document.read(), unit))
     refuse_too_much(prefixes, _Room(block_size, layout.nbytes, capacity))
 
 

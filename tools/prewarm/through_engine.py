@@ -21,7 +21,7 @@ class EngineTarget:
 
     def prefix(self, text: str) -> Tokens:
         """Raises `BadDocument` if the model could not take it with a question behind it."""
-        tokens = document_prefix(self._llm.chat_prompt, text, self.block_size)
+        tokens = document_prefix(self._llm.chat_prompt, text, self._llm.share_tokens)
         longest = self._llm.config.max_positions
         if len(tokens) >= longest:
             raise BadDocument(f"{len(tokens)} tokens, the model allows {longest}; split it")
