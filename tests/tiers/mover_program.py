@@ -95,6 +95,7 @@ class MoverProgram:
         self.limbo: list[tuple[AnyPool, Slots]] = []
         self.flights: list[Flight] = []
         self.num_written = 0
+        self.read_lately: list[int] = []
 
     def step(self, verb: str, a: int, b: int, c: int) -> None:
         act: Callable[[int, int, int], None] = getattr(self, verb)
@@ -115,12 +116,17 @@ class MoverProgram:
             self._compute(here)
 
     def write_behind(self, a: int, b: int, c: int) -> None:
-        """Compute writes on in a slot, behind all that others read of it."""
-        here = self._some(self.hbm, a, 0)
-        if len(here):
-            self.mover.fence_compute(self.hbm, here)
-            self._launch("write behind", lambda: None)
-            self.mover.computed(self.hbm, here)
+        """Compute writes on in a slot, behind what others read of it; the slot may be given up."""
+        read = [slot for slot in self.read_lately if slot in self.held[self.hbm]]
+        here = np.array(read[:1], np.int32) if read else self._some(self.hbm, a, 0)
+        if not len(here):
+            return
+        self.mover.fence_compute(self.hbm, here)
+        self._launch("write behind", lambda: None)
+        self.mover.computed(self.hbm, here)
+        if b % 2:
+            self.run(c, 0, 0)
+            self._give_up(self.hbm, here)
 
     def demote(self, a: int, b: int, c: int) -> None:
         self._move(self.mover.demote, self.hbm, self.dram, a, b, c)
@@ -161,12 +167,7 @@ class MoverProgram:
 
     def free(self, a: int, b: int, c: int) -> None:
         pool = (self.hbm, self.dram)[c % 2]
-        here = self._some(pool, a, b)
-        for slot in here.tolist():
-            del self.held[pool][slot]
-        if len(here):
-            self.limbo.append((pool, here))
-        self._empty_limbo()
+        self._give_up(pool, self._some(pool, a, b))
 
     def run(self, a: int, b: int, c: int) -> None:
         for _ in range(1 + a % 5):
@@ -265,9 +266,18 @@ class MoverProgram:
         deadline = (self.sim.clock() + 1.0, self.sim.clock(), None, None, None)[c % 5]
         flight = move(src, here, dst, there, deadline=deadline)
         self.flights.append(flight)
+        if src is self.hbm:
+            self.read_lately = here.tolist()
         sources = [self.held[src][slot] for slot in here.tolist()]
         for block, (slot, source) in enumerate(zip(there.tolist(), sources, strict=True)):
             self.held[dst][slot] = Copied(flight, block, source)
+
+    def _give_up(self, pool: AnyPool, slots: Slots) -> None:
+        for slot in slots.tolist():
+            del self.held[pool][slot]
+        if len(slots):
+            self.limbo.append((pool, slots))
+        self._empty_limbo()
 
     def _empty_limbo(self) -> None:
         waiting, self.limbo = self.limbo, []

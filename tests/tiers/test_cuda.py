@@ -104,6 +104,22 @@ def test_a_demotion_waits_for_the_kernels_that_fill_its_blocks(device: CudaDevic
 
 
 @gpu
+def test_what_is_copied_into_a_freed_slot_is_not_poisoned_afterwards(device: CudaDevice) -> None:
+    """Poison is queued behind all compute; `free` returns when it is over."""
+    hbm, dram = HbmPool(DENSE, 5, "cuda:0", debug=True), DramSlab.create(5, DENSE.nbytes)
+    device.register(dram)
+    dram.array[:] = 7
+    torch.cuda._sleep(200_000_000)  # type: ignore[no-untyped-call]
+    slots = hbm.alloc(5)
+    hbm.free(slots)
+    flight = Mover(device).promote(dram, np.arange(5, dtype=np.int32), hbm, hbm.alloc(5))
+    wait_for(flight, device.signal)
+    assert all((gpu_bytes(hbm, slot) == 7).all() for slot in range(5))
+    device.forget(dram)
+    dram.close()
+
+
+@gpu
 def test_compute_behind_a_fence_sees_what_was_promoted(device: CudaDevice) -> None:
     layout = BlockLayout(32, 8, 16, 128, "bfloat16")
     hbm, dram = HbmPool(layout, 64, "cuda:0"), DramSlab.create(64, layout.nbytes)
