@@ -39,7 +39,11 @@ TIERS: dict[str, tuple[TierId, tuple[TierId, ...]]] = {
 """Where a prefix lies after these pools were emptied."""
 
 
-def open_llm(gpu: Gpu, work: Path, shape: ModelShape) -> LLM:
+def engine_settings(gpu: Gpu) -> EngineSettings:
+    return EngineSettings(step_tokens=64 if gpu.dry else 4096)
+
+
+def open_llm(gpu: Gpu, work: Path, shape: ModelShape, engine: EngineSettings) -> LLM:
     """A model of this shape and three tiers, all below `work`."""
     dtype = "float32" if gpu.dry else "bfloat16"
     model = write_model(work / "model", shape, gpu.device, getattr(torch, dtype))
@@ -52,7 +56,6 @@ def open_llm(gpu: Gpu, work: Path, shape: ModelShape) -> LLM:
         nvme_bytes=nvme * MIB,
         writeback_s=None,
     )
-    engine = EngineSettings(step_tokens=64 if gpu.dry else 4096)
     return LLM(model, cache=cache, engine=engine, dtype=dtype, device=str(gpu.device))
 
 
@@ -142,7 +145,7 @@ def measure(setting: Setting) -> Report:
     notes: dict[str, object] = {"parameters": shape.parameters}
     with (
         tempfile.TemporaryDirectory(dir=setting.directory) as work,
-        open_llm(gpu, Path(work), shape) as llm,
+        open_llm(gpu, Path(work), shape, engine_settings(gpu)) as llm,
     ):
         for length in setting.budget.walk(lengths, lambda n: 4 + n * 4e-4):
             seconds, prompt = measure_prompt(setting, llm, length)

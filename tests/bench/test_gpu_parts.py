@@ -37,6 +37,7 @@ from bench.gpu_tests import Clerk
 from kvtier.engine.llm import LLM
 from kvtier.engine.model_config import read_config
 from kvtier.engine.request import Completion
+from kvtier.engine.runner import Runner
 from kvtier.engine.weights import load_weights
 from kvtier.index.words import TierId
 from kvtier.kernels.configs import Launch
@@ -240,6 +241,29 @@ def test_copies_that_do_not_arrive_are_not_measured(monkeypatch: pytest.MonkeyPa
         rig.host[-1] = 1
         with pytest.raises(RuntimeError, match="a promoted block has other bytes"):
             gpu_copies.check(rig)
+
+
+def test_one_other_bit_of_one_logit_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {3: torch.ones(5), 1: torch.zeros(5)}
+    monkeypatch.setattr(Runner, "run", lambda runner, work: rows)
+    digests = []
+    with gpu_exact.Trail() as trail:
+        for other in (rows[3], rows[3].clone(), torch.nextafter(rows[3], torch.full((5,), 2.0))):
+            rows[3] = other
+            Runner.run(cast(Runner, None), [])
+            digests.append(trail.take())
+        assert trail.take() != digests[0], "nothing has run since"
+    assert digests[0] == digests[1] != digests[2]
+    Runner.run(cast(Runner, None), [])
+    assert trail.take() not in digests, "it watches no longer"
+
+
+def test_hits_are_asked_for_about_every_boundary() -> None:
+    lengths = gpu_exact.hit_lengths(256, 5 * 256 + 3)
+    for boundary in (16, 256, 512, 1280):
+        assert {boundary - 1, boundary, boundary + 1} <= set(lengths)
+    assert {256 - 16, 256 + 16} <= set(lengths)
+    assert lengths == sorted(set(lengths)) and lengths[-1] <= 5 * 256 + 3
 
 
 def test_a_hit_from_another_tier_is_no_figure_of_this_one() -> None:
