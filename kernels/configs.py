@@ -69,7 +69,7 @@ TABLE: dict[tuple[str, int, int], tuple[Launch, Launch, Launch]] = {
     # (kernel, architecture, bytes of an element): one row for each of HEAD_DIMS
     ("paged_decode", 80, 1): (Launch(64, 4, 5), Launch(64, 4, 5), Launch(32, 4, 5)),
     ("paged_decode", 80, 2): (Launch(64, 4, 5), Launch(64, 4, 5), Launch(32, 4, 5)),
-    ("paged_decode", 80, 4): (Launch(32, 4, 5), Launch(16, 4, 5), Launch(16, 4, 5)),
+    ("paged_decode", 80, 4): (Launch(32, 4, 5), Launch(16, 4, 5), Launch(16, 8, 5)),
     ("paged_decode", 90, 1): (Launch(64, 4, 7), Launch(64, 4, 7), Launch(32, 4, 7)),
     ("paged_decode", 90, 2): (Launch(64, 4, 5), Launch(64, 4, 5), Launch(32, 4, 5)),
     ("paged_decode", 90, 4): (Launch(32, 4, 5), Launch(16, 4, 5), Launch(16, 4, 5)),
