@@ -69,7 +69,7 @@ TABLE: dict[tuple[str, int, int], tuple[Launch, Launch, Launch]] = {
     # (kernel, architecture, bytes of an element): one row for each of HEAD_DIMS
     ("paged_decode", 80, 1): (Launch(64, 4, 5), Launch(64, 4, 5), Launch(32, 4, 5)),
     ("paged_decode", 80, 2): (Launch(64, 4, 5), Launch(64, 4, 5), Launch(32, 4, 5)),
-    ("paged_decode", 80, 4): (Launch(32, 4, 5), Launch(16, 4, 5), Launch(16, 8, 5)),
+    ("paged_decode", 80, 4): (Launch(32, 4, 5), Launch(16, 4, 5), Launch(16, 8, 3)),
     ("paged_decode", 90, 1): (Launch(64, 4, 7), Launch(64, 4, 7), Launch(32, 4, 7)),
     ("paged_decode", 90, 2): (Launch(64, 4, 5), Launch(64, 4, 5), Launch(32, 4, 5)),
     ("paged_decode", 90, 4): (Launch(32, 4, 5), Launch(16, 4, 5), Launch(16, 4, 5)),
@@ -86,7 +86,7 @@ TABLE: dict[tuple[str, int, int], tuple[Launch, Launch, Launch]] = {
     ("shared_decode", 100, 2): (Launch(64, 4, 5, 64), Launch(64, 4, 5, 64), Launch(32, 4, 5, 32)),
     ("shared_decode", 100, 4): (Launch(32, 4, 5), Launch(16, 4, 5), Launch(16, 4, 5)),
     ("paged_prefill", 80, 1): (Launch(64, 8, 5, 128), Launch(32, 8, 5, 128), Launch(32, 8, 5, 64)),
-    ("paged_prefill", 80, 2): (Launch(64, 8, 5, 128), Launch(64, 8, 5, 128), Launch(32, 8, 5, 64)),
+    ("paged_prefill", 80, 2): (Launch(64, 8, 5, 128), Launch(32, 8, 5, 128), Launch(32, 8, 5, 64)),
     ("paged_prefill", 80, 4): (Launch(32, 8, 3, 64), Launch(16, 8, 3, 64), Launch(16, 8, 3, 32)),
     ("paged_prefill", 90, 1): (Launch(64, 8, 5, 128), Launch(64, 8, 5, 128), Launch(32, 8, 5, 64)),
     ("paged_prefill", 90, 2): (Launch(64, 8, 5, 128), Launch(64, 8, 5, 128), Launch(32, 8, 5, 64)),
