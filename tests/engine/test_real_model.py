@@ -1,14 +1,10 @@
 """The real small model against transformers, where its package is to be had."""
 
-import os
 from pathlib import Path
 
-import pytest
 import torch
 
 from kvtier.engine.cpu_attention import CpuAttention
-from kvtier.index.errors import KvtierError
-from kvtier.tools.model import fetch_model
 from tests.engine.variants import (
     forward,
     load,
@@ -18,18 +14,6 @@ from tests.engine.variants import (
     reference_logits,
     span,
 )
-
-
-@pytest.fixture(scope="module")
-def real_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`KVTIER_TEST_MODEL`, or what the demo fetches and converts."""
-    given = os.environ.get("KVTIER_TEST_MODEL")
-    if given:
-        return Path(given)
-    try:
-        return fetch_model(tmp_path_factory.mktemp("real") / "model")
-    except KvtierError as error:
-        pytest.skip(f"no KVTIER_TEST_MODEL, and the package index lacks the model: {error}")
 
 
 def test_the_real_models_logits_are_transformers_own(real_model: Path) -> None:
