@@ -123,7 +123,8 @@ def bytes_a_block(policy: str, turnovers: int) -> float:
     """Memory a block with its keys, in all three tiers, beside the token ids themselves.
 
     After `turnovers` times as many blocks again have come and gone: a policy's shadows remember
-    what has gone, and are at their bound after two.
+    what has gone, and are at their bound after four (the experts of a pool hold different blocks,
+    which takes one or two, and twice the pool's blocks are remembered beside them).
     """
     leaves = LEAVES // SCALED
     gc.collect()
@@ -221,7 +222,8 @@ def main() -> None:
     for policy, turnovers, key in (
         ("lru", 0, "bytes_per_block_lru"),
         ("adaptive", 0, "bytes_per_block_fresh"),
-        ("adaptive", 2, "bytes_per_block"),
+        ("adaptive", 2, "bytes_per_block_two_turnovers"),
+        ("adaptive", 5, "bytes_per_block"),
     ):
         size = bytes_a_block(policy, turnovers)
         sizes.append((policy, str(turnovers), size))

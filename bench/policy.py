@@ -36,8 +36,8 @@ from bench.harness import emit, note, table
 from bench.policy_log import CellLog, code_digest
 from bench.policy_references import Gdsf, S3Fifo
 from bench.policy_traces import WORKLOADS, generate
-from kvtier.index.experts import Recency
 from kvtier.index.ghosts import GhostTree, fingerprints
+from kvtier.index.recency import Recency
 from kvtier.index.words import Tokens
 from kvtier.tools.errors import BadTrace
 from kvtier.tools.replay.bounds import belady, infinite
@@ -64,20 +64,16 @@ CLOSED = {CONVERSATION: {2000: 0.15, 4000: 0.12, 8000: 0.08}}
 
 
 def run_expert(
-    make: Callable[[GhostTree[None], int, int], Recency[None]],
-    requests: Sequence[Tokens],
-    capacity: int,
+    make: Callable[[GhostTree, int], Recency], requests: Sequence[Tokens], capacity: int
 ) -> int:
-    tree: GhostTree[None] = GhostTree(1, 2 * capacity)
-    expert = make(tree, 0, capacity)
-    tree.on_split = expert.split
+    tree = GhostTree(2 * capacity)
+    expert = make(tree, capacity)
     hits = 0
     for clock, tokens in enumerate(requests, 1):
         if len(tokens):
             path, known = tree.path(fingerprints(NAMESPACE, tokens, 1), clock)
             hits += expert.request(path, known, clock)
-            for node in tree.forget():
-                expert.forgotten(node)
+            tree.forget()
     return hits
 
 

@@ -14,9 +14,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
-from kvtier.index.experts import Arc, Frequency, Independent, Recency, TinyLfu
-from kvtier.index.ghosts import Ghost, GhostTree
+from kvtier.index.experts import Arc, Frequency, Independent, TinyLfu
+from kvtier.index.ghosts import ROOT, Ghost, GhostTree
 from kvtier.index.policy import Harvest, LeafLru
+from kvtier.index.recency import Recency
+from kvtier.index.ties import Ties
 from kvtier.index.tree import Node
 
 HALF_LIFE = 2000
@@ -28,7 +30,7 @@ _REMEMBERED = 2
 _SWEPT = 64
 
 
-Make = Callable[[GhostTree[Node], int, int], Recency[Node]]
+Make = Callable[[GhostTree, int], Recency]
 Marks = Callable[[Node], bytes]
 
 
@@ -48,20 +50,27 @@ class Follow:
         *,
         lead_recency: bool,
     ) -> None:
+        self.remembered = _REMEMBERED * capacity
+        self.num_switches = 0
+        self._capacity = capacity
+        self._makers = tuple(makers)
         self._base: LeafLru[Node] = LeafLru()
-        self._tree: GhostTree[Node] = GhostTree(len(makers), _REMEMBERED * capacity)
-        self._tree.on_split = self._split_ghost
-        self._experts = [make(self._tree, i, capacity) for i, make in enumerate(makers)]
         self._scores = [0.0] * len(makers)
         self._unit = 1.0
         self._leader = 0
         self._lead_recency = lead_recency
         self._clock = 0
         self._marks = marks
-        self._known: dict[Node, Ghost[Node]] = {}
         self._unwanted: OrderedDict[Node, None] = OrderedDict()
         self._sweep: Iterator[Node] = iter(())
-        self.num_switches = 0
+        self.watch(GhostTree(self.remembered))
+
+    def watch(self, tree: GhostTree) -> None:
+        """Let the experts learn from this tree, which remembers `remembered` blocks at least, in
+        place of one of their own. Before the first request."""
+        self._tree = tree
+        self._ties = Ties(tree)
+        self._experts = [make(tree, self._capacity) for make in self._makers]
 
     @property
     def leader(self) -> int:
@@ -76,7 +85,7 @@ class Follow:
 
     def removed(self, node: Node) -> None:
         self._base.removed(node)
-        self._known.pop(node, None)
+        self._ties.removed(node)
         self._unwanted.pop(node, None)
 
     def split(self, upper: Node, lower: Node) -> None:
@@ -91,20 +100,19 @@ class Follow:
     def cold(self, nodes: Iterable[Node]) -> None:
         self._base.cold(nodes)
 
-    def requested(self, marks: bytes) -> None:
-        if not marks:
-            return
-        self._clock += 1
-        path, known = self._tree.path(marks, self._clock)
+    def show(self, path: Sequence[Ghost], known: int, clock: int) -> None:
+        """A request for this path of ghosts, of which `known` blocks were seen before."""
+        self._clock = clock
         self._unit *= 2 ** (1 / HALF_LIFE)
         for i, expert in enumerate(self._experts):
-            self._scores[i] += self._unit * expert.request(path, known, self._clock)
+            self._scores[i] += self._unit * expert.request(path, known, clock)
             if i != self._leader or not self._follows:
                 expert.dropped.clear()
-        for ghost in self._tree.forget():
-            for expert in self._experts:
-                expert.forgotten(ghost)
+
+    def adapt(self) -> None:
+        """Draw the conclusions from the last request, once the tree has forgotten what it would."""
         self._hear()
+        self._ties.clear()
         if self._clock % _PATIENCE == 0:
             self._elect()
 
@@ -141,8 +149,8 @@ class Follow:
             return
         dropped = self._experts[self._leader].dropped
         for ghost in dropped:
-            node = ghost.live
-            if node is not None and node in self._known:
+            node = self._ties.node(ghost)
+            if node is not None:
                 self._place(node)
         dropped.clear()
         for node in islice(self._sweep, _SWEPT):
@@ -153,7 +161,7 @@ class Follow:
     def _judge(self, path: Sequence[Node]) -> None:
         """Blocks of a path just used, deepest first: wanted by the leader or not."""
         for node in reversed(path):
-            if node not in self._known:
+            if node not in self._ties:
                 self._find(node)
         for node in path:
             self._place(node)
@@ -170,11 +178,14 @@ class Follow:
         What no request asked for yet (a sequence still growing) stays as long as what it hangs
         from.
         """
-        ghost = self._known.get(node)
-        if ghost is None or ghost.parent is None:
-            return node.start if ghost is not None else node.start + len(node.ids)
-        depth = ghost.depth_held(self._leader)
-        return depth if depth < ghost.end else max(depth, node.start + len(node.ids))
+        end = node.start + len(node.ids)
+        if node not in self._ties:
+            return end
+        ghost = self._ties.ghost(node)
+        if ghost == ROOT:
+            return node.start
+        depth = self._experts[self._leader].depth_held(ghost)
+        return depth if depth < self._tree.end(ghost) else max(depth, end)
 
     def _find(self, node: Node) -> None:
         """Tie a live node to the ghost of its last block that a request asked for."""
@@ -183,16 +194,7 @@ class Follow:
         while above is not None and above.parent is not None:
             runs.append(self._marks(above))
             above = above.parent
-        ghost, found = self._tree.find(self._tree.root, b"".join(reversed(runs)))
-        self._known[node] = ghost
-        for each in reversed(found):
-            if each.end <= node.start:
-                break
-            each.live = node
-
-    def _split_ghost(self, upper: Ghost[Node], lower: Ghost[Node]) -> None:
-        for expert in self._experts:
-            expert.split(upper, lower)
+        self._ties.tie(node, self._tree.find(b"".join(reversed(runs))))
 
 
 def arc(capacity: int, marks: Marks) -> Follow:
@@ -203,11 +205,11 @@ def arc(capacity: int, marks: Marks) -> Follow:
 def adaptive(capacity: int, marks: Marks) -> Follow:
     """The best of recency, ARC, touches, independent touches and TinyLFU, chosen online."""
 
-    def frequency(tree: GhostTree[Node], number: int, capacity: int) -> Recency[Node]:
-        return Frequency(tree, number, capacity, weight=1.0, most=4)
+    def frequency(tree: GhostTree, capacity: int) -> Recency:
+        return Frequency(tree, capacity, weight=1.0, most=4)
 
-    def independent(tree: GhostTree[Node], number: int, capacity: int) -> Recency[Node]:
-        return Independent(tree, number, capacity, weight=4.0, most=16)
+    def independent(tree: GhostTree, capacity: int) -> Recency:
+        return Independent(tree, capacity, weight=4.0, most=16)
 
     makers: list[Make] = [Recency, Arc, frequency, independent, TinyLfu]
     return Follow(capacity, marks, makers, lead_recency=True)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.index.blocks import BlockTable
-from kvtier.index.policy import ColumnView, EvictionPolicy, Harvest, LeafLru
+from kvtier.index.policy import ColumnView, EvictionPolicy, Harvest
 from kvtier.index.tree import Node
 from kvtier.index.words import BlockIds
 
@@ -25,7 +25,6 @@ class Lanes:
         self.hint = table.num_columns
         self.policies = dict(policies)
         self.retired = {lane: OrderedDict[Node, None]() for lane in policies}
-        self.attentive = any(not isinstance(p, LeafLru) for p in policies.values())
         self._table = table
 
     def flags(self, lane: int) -> npt.NDArray[np.uint8]:

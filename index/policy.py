@@ -70,10 +70,6 @@ class EvictionPolicy(Protocol[N]):
         """These nodes, deepest first, should go before all others; nothing else hangs below."""
         ...
 
-    def requested(self, marks: bytes) -> None:
-        """A request asks for the path with these `fingerprints`, whoever holds it."""
-        ...
-
     def offer(self, harvest: "Harvest[N]") -> None:
         """Offer nodes in the order in which they should go, until the harvest is full."""
         ...
@@ -118,9 +114,6 @@ class LeafLru(Generic[N]):
     def cold(self, nodes: Iterable[N]) -> None:
         for node in reversed(list(nodes)):
             self._order.move_to_end(node, last=False)
-
-    def requested(self, marks: bytes) -> None:
-        """Recency needs no more than `touched`."""
 
     def offer(self, harvest: "Harvest[N]") -> None:
         for node in self._order:

@@ -16,10 +16,12 @@ import numpy.typing as npt
 from kvtier.index.audit import audit
 from kvtier.index.blocks import BlockTable, IndexCorrupt
 from kvtier.index.counts import ColumnStatistics, IndexStatistics
+from kvtier.index.follow import Follow
 from kvtier.index.ghosts import fingerprints
 from kvtier.index.lanes import Lanes
 from kvtier.index.lookahead import Lookahead, Waiting
 from kvtier.index.policy import EvictionPolicy, LeafLru
+from kvtier.index.shadows import Shadows
 from kvtier.index.tree import Node, Tree
 from kvtier.index.views import HintView, PoolView
 from kvtier.index.words import (
@@ -73,6 +75,7 @@ class RadixIndex:
         self._store_cols = tuple(c for c, tier in enumerate(columns) if tier in stores)
         self._table = BlockTable(len(columns))
         policies = {col: policy(tier) for col, tier in enumerate(columns) if tier not in stores}
+        self._shadows = Shadows([p for p in policies.values() if isinstance(p, Follow)])
         policies[len(columns)] = LeafLru[Node]()
         self._lanes = Lanes(self._table, policies)
         self._tree = Tree(block_size, self._table, len(columns) + 1, self._lanes.split)
@@ -160,10 +163,8 @@ class RadixIndex:
     def request(self, namespace: bytes, tokens: Tokens) -> None:
         """A request asks for these tokens: tell the policies, which may learn from what is not
         here. Call it once a request, before its path is touched."""
-        if self._lanes.attentive:
-            marks = fingerprints(namespace, tokens, self.block_size)
-            for policy in self._lanes.policies.values():
-                policy.requested(marks)
+        if self._shadows:
+            self._shadows.requested(fingerprints(namespace, tokens, self.block_size))
 
     def expect(self, waiting: Sequence[Waiting]) -> None:
         """Requests that will ask for these tokens soon, the next one first, in place of those named

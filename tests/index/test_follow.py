@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.index.experts import Arc, Recency, TinyLfu
+from kvtier.index.experts import Arc, TinyLfu
 from kvtier.index.follow import Follow
 from kvtier.index.ghosts import GhostTree, fingerprints
 from kvtier.index.policies import make_policy
 from kvtier.index.policy import LeafLru
+from kvtier.index.recency import Recency
 from kvtier.index.tree import Node
 from kvtier.index.words import Tokens
 from kvtier.tools.replay.one_tier import COL, NAMESPACE, OneTier
@@ -57,19 +58,17 @@ def scan_with_favourites(n: int, seed: int) -> list[Tokens]:
     ("make", "beats_recency"), [(Recency, False), (Arc, True), (TinyLfu, True)]
 )
 def test_a_tier_that_follows_an_expert_hits_about_what_the_expert_hits(
-    make: Callable[[GhostTree[Node], int, int], Recency[Node]], beats_recency: bool
+    make: Callable[[GhostTree, int], Recency], beats_recency: bool
 ) -> None:
     """Not to a block: the tier makes room before it knows what the expert will take in."""
     requests = scan_with_favourites(2000, 2)
-    tree: GhostTree[Node] = GhostTree(1, 128)
-    expert = make(tree, 0, 64)
-    tree.on_split = expert.split
+    tree = GhostTree(128)
+    expert = make(tree, 64)
     theirs = 0
     for clock, request in enumerate(requests, 1):
         path, known = tree.path(fingerprints(NAMESPACE, request, 1), clock)
         theirs += expert.request(path, known, clock)
-        for ghost in tree.forget():
-            expert.forgotten(ghost)
+        tree.forget()
     tier = OneTier(64, Follow(64, marks, [make], lead_recency=False))
     ours = sum(map(tier.request, requests))
     tier.index.check()

@@ -11,9 +11,7 @@ import pytest
 
 from kvtier.index.admission import Admission, Marks, marks_of
 from kvtier.index.ghosts import fingerprints
-from kvtier.index.policies import make_policy
-from kvtier.index.policy import EvictionPolicy
-from kvtier.index.tree import Node
+from kvtier.index.shadows import Shadows
 from kvtier.index.words import ROOT_KEY, TierId
 from kvtier.tiers.cache import TieredCache
 from kvtier.tiers.contracts import FAILED, Fetch, Signal
@@ -48,19 +46,14 @@ def ears(monkeypatch: pytest.MonkeyPatch) -> Ears:
             super().asked(marks)
             heard.admission.append(marks.tolist())
 
-    def listening(name: str, capacity: int, block_size: int) -> EvictionPolicy[Node]:
-        policy = make_policy(name, capacity, block_size)
-        told = policy.requested
+    told = Shadows.requested
 
-        def requested(marks: bytes) -> None:
-            heard.policy.append(marks)
-            told(marks)
-
-        policy.requested = requested  # type: ignore[method-assign]
-        return policy
+    def requested(shadows: Shadows, marks: bytes) -> None:
+        heard.policy.append(marks)
+        told(shadows, marks)
 
     monkeypatch.setattr("kvtier.tiers.sidecar.backend.Admission", Listening)
-    monkeypatch.setattr("kvtier.tiers.cache.make_policy", listening)
+    monkeypatch.setattr(Shadows, "requested", requested)
     return heard
 
 
