@@ -57,3 +57,20 @@ def test_children_are_found_by_parent_and_mark_however_many_there_are() -> None:
             rows.give(known)
     assert len(model) > 500
     assert all(children.get(*key) == row for key, row in model.items())
+
+
+def test_a_child_that_was_taken_out_stays_out_when_the_table_doubles() -> None:
+    rows = Rows()
+    parents, marks = rows.integers("i"), rows.integers("I")
+    children = Children(rows, parents, marks)
+    out = [rows.take() for _ in range(300)]
+    for number, row in enumerate(out):
+        parents[row], marks[row] = 5, number
+    for row in out[:40]:
+        children.add(row)
+    for row in out[:20]:
+        children.remove(row)
+    for row in out[40:]:
+        children.add(row)
+    for number, row in enumerate(out):
+        assert children.get(5, number) == (0 if number < 20 else row)
