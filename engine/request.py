@@ -49,6 +49,7 @@ class Request:
 
     `computed`: leading tokens whose K and V stand in the lease's blocks. `sampling` None asks for
     the prompt's K and V only. Times are the cache's clock, in seconds.
+    `asked`: the cache has heard of this request, and counts it no more.
     """
 
     id: int
@@ -60,6 +61,7 @@ class Request:
     state: State = State.WAITING
     computed: int = 0
     lease: Lease | None = None
+    asked: bool = False
     prefetch: Ticket | None = None
     load_until: float = 0.0
     stalled_at: float | None = None

@@ -325,7 +325,9 @@ class Scheduler:
             limit=limit if self._settings.reuse else 0,
             prefetched=found,
             deadline=request.load_until,
+            again=request.asked,
         )
+        request.asked = True
         if request.lease.ticket.done():
             self._start(request, request.lease)
 

@@ -174,6 +174,7 @@ class TieredCache:
         prefetched: Ticket | None = None,
         deadline: float | None = None,
         asks: bool = True,
+        again: bool = False,
     ) -> Lease:
         """A lease on the longest cached prefix; loads begin for what lies below the top pool.
 
@@ -181,15 +182,17 @@ class TieredCache:
         `prefetch` of these tokens: it is closed here, once the lease has its own pins. Loading ends
         at `deadline`, with the contiguous part that has arrived. The lease must be released. Never
         waits: see `Lease.ticket`. `asks`: False if the request was heard of already (`ask`).
+        `again`: a request that had a lease before is back; it neither asks nor counts as a hit.
         """
         with self._lock:
             self._advance()
+            asks = asks and not again
             if asks:
                 self._hear(namespace, tokens)
             known = prefetched.sources if prefetched is not None else ()
             terms = Terms(deadline)
             load = Load(self._ledger, namespace, tokens[:limit], 0, known, terms, asks=asks)
-            lease = Lease(self, self._next_lease, namespace, load)
+            lease = Lease(self, self._next_lease, namespace, load, again=again)
             self._next_lease += 1
             self._leases[lease.id] = lease
             self._track(load)
@@ -314,7 +317,7 @@ class TieredCache:
             slots = self._take_all(len(lease.private), None, f"a fork of lease {lease.id}")
             shared = lease.shared
             load = Load(self._ledger, lease.namespace, np.empty(0, np.int32), 0)
-            twin = Lease(self, self._next_lease, lease.namespace, load)
+            twin = Lease(self, self._next_lease, lease.namespace, load, again=lease.again)
             self._next_lease += 1
             self._leases[twin.id] = twin
             self._index.pin(0, shared)
@@ -344,7 +347,8 @@ class TieredCache:
                 self._index.retire(0, committed)
             self._index.unpin(0, committed)
             lease.load.close()
-            self._hits.update(lease.sources)
+            if not lease.again:
+                self._hits.update(lease.sources)
             self._ledger.free(0, private)
             self._advance()
 

@@ -159,13 +159,19 @@ class FlushTicket(Ticket):
 
 
 class Lease:
-    """One request's hold on blocks of the top pool. Made by `TieredCache.acquire` only."""
+    """One request's hold on blocks of the top pool. Made by `TieredCache` only.
 
-    def __init__(self, driver: Driver, number: int, namespace: bytes, load: Load) -> None:
+    `again`: the request had one before, whose hits were counted.
+    """
+
+    def __init__(
+        self, driver: Driver, number: int, namespace: bytes, load: Load, *, again: bool
+    ) -> None:
         self._driver = driver
         self.id = number
         self.namespace = namespace
         self.load = load
+        self.again = again
         self.ticket: Ticket = LeaseTicket(driver, load)
         self.committed: BlockIds = np.empty(0, np.int32)
         self.private: Slots = np.empty(0, np.int32)

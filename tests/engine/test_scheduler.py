@@ -234,6 +234,9 @@ def test_a_preempted_request_goes_back_to_waiting_and_keeps_its_whole_blocks(tin
     rig.finish(older, younger)
     assert younger.cached_tokens == 0, "the figure is that of the first admission"
     rig.expect_idle()
+    statistics = rig.cache.statistics()
+    assert statistics.asked_tokens == 40 + 41, "each is heard of once"
+    assert not any(statistics.hit_tokens.values()), "what it computed itself is no hit"
 
 
 def test_waiting_requests_have_their_blocks_brought_to_dram_meanwhile(tiny: Path) -> None:
