@@ -74,8 +74,12 @@ class Runner:
             for each, (_, table) in zip(work, tables, strict=True)
         ]
         batch = lay_out(spans, self._block_size, self._device, padding)
-        logits = self._model.forward(batch, self._attention)
-        self._guard.launched(tables)
+        try:
+            logits = self._model.forward(batch, self._attention)
+        finally:
+            # A forward pass that failed half-way has queued kernels too: they read and write these
+            # slots, and nobody may have them before.
+            self._guard.launched(tables)
         asked = [span.sequence for span in batch.spans if span.wants_logits]
         return dict(zip(asked, logits[: len(asked)], strict=True))
 

@@ -20,6 +20,7 @@ BATCHED_BELOW = 300_000
 _FIRST_VERSION = 12080  # has the call
 _LEAN_VERSION = 13000  # has it without `failIdx`
 _STREAM_ORDER = 1  # cudaMemcpySrcAccessOrderStream
+_NOT_HERE = (36, 801)  # cudaErrorCallRequiresNewerDriver, cudaErrorNotSupported
 
 
 class Span(NamedTuple):
@@ -50,6 +51,8 @@ class Library(Protocol):
 
     cudaMemcpyBatchAsync: Callable[..., int]
     cudaRuntimeGetVersion: Callable[..., int]
+    cudaDriverGetVersion: Callable[..., int]
+    cudaGetLastError: Callable[..., int]
 
 
 class BatchCopy:
@@ -58,30 +61,36 @@ class BatchCopy:
     def __init__(self, library: Library, version: int) -> None:
         self._copy = library.cudaMemcpyBatchAsync
         self._copy.restype = ctypes.c_int  # type: ignore[attr-defined]
+        self._clear = library.cudaGetLastError
         self._has_fail_index = version < _LEAN_VERSION
 
     @classmethod
     def probe(cls, name: str, load: Callable[[str], Any] = ctypes.CDLL) -> "BatchCopy | None":
-        """The call in the runtime library `name`; None where there is no such library or call."""
+        """The call in the runtime library `name`; None where there is no such library or call, or
+        the driver is older than the call: a runtime runs on drivers of its whole major version."""
         try:
             library = load(name)
-            version = ctypes.c_int(0)
-            if library.cudaRuntimeGetVersion(ctypes.byref(version)) or not hasattr(
-                library, "cudaMemcpyBatchAsync"
+            runtime, driver = ctypes.c_int(0), ctypes.c_int(0)
+            if (
+                library.cudaRuntimeGetVersion(ctypes.byref(runtime))
+                or library.cudaDriverGetVersion(ctypes.byref(driver))
+                or min(runtime.value, driver.value) < _FIRST_VERSION
+                or not hasattr(library, "cudaMemcpyBatchAsync")
             ):
                 return None
         except (OSError, AttributeError):
             return None
-        return cls(library, version.value) if version.value >= _FIRST_VERSION else None
+        return cls(library, runtime.value)
 
-    def __call__(self, spans: Sequence[Span], stream: int) -> None:
+    def __call__(self, spans: Sequence[Span], stream: int) -> bool:
         """Queue the copies of `spans` on a CUDA stream (its handle; not the legacy stream, 0).
 
-        Raises `RuntimeError` with CUDA's number where it refuses; some may have been queued.
+        False, with nothing queued, where this machine turns out not to have the call. Raises
+        `RuntimeError` with CUDA's number where it refuses; some may have been queued.
         """
         n = len(spans)
         if not n:
-            return
+            return True
         pointers, sizes = ctypes.c_void_p * n, ctypes.c_size_t * n
         attributes, first = _Attributes(srcAccessOrder=_STREAM_ORDER), ctypes.c_size_t(0)
         fail_index = ctypes.c_size_t(0)
@@ -96,5 +105,9 @@ class BatchCopy:
             *((ctypes.byref(fail_index),) if self._has_fail_index else ()),
             ctypes.c_void_p(stream),
         )
-        if code != 0:
+        if code == 0:
+            return True
+        self._clear()  # or torch's next look at the thread's last error would blame a kernel
+        if code not in _NOT_HERE:
             raise RuntimeError(f"cudaMemcpyBatchAsync: CUDA error {code} for {n} copies")
+        return False

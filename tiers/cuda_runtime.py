@@ -93,7 +93,8 @@ class TorchRuntime:
         with torch.cuda.stream(queue):
             if small and self._batch is not None:
                 spans = [Span(t.data_ptr(), s.data_ptr(), t.numel()) for t, s in small]
-                self._batch(spans, queue.cuda_stream)
+                if not self._batch(spans, queue.cuda_stream):
+                    self._batch, small = None, []
             for target, source in pairs:
                 if not small or target.numel() >= BATCHED_BELOW:
                     target.copy_(source, non_blocking=True)

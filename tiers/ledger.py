@@ -315,7 +315,7 @@ class Ledger:
             self._leave(col, ids[self.index.state(col, ids) == Residency.LEAVING])
         limbo, self._limbo = self._limbo, []
         for col, slots in limbo:
-            self.free(col, slots)
+            self._give_up(col, slots)
         self._copy_down_fresh()
 
     def _settle_doubt(self, doubt: Doubt) -> None:
@@ -446,6 +446,9 @@ class Ledger:
         """Give slots back once no recorded reader or writer is left on them."""
         if col == 0:
             self.book.mark(slots, SlotUse.FREE)
+        self._give_up(col, slots)
+
+    def _give_up(self, col: int, slots: Slots) -> None:
         if not self._is_idle(col, slots):
             self._limbo.append((col, slots))
         else:

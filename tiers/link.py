@@ -55,8 +55,8 @@ class Meter:
         return self._nbytes / self._busy_s if self._busy_s > 0 else None
 
     def add(self, nbytes: int, busy_s: float) -> None:
-        """`nbytes` took `busy_s`; without a time there is nothing to learn."""
-        if busy_s <= 0:
+        """`nbytes` took `busy_s`; without either there is nothing to learn."""
+        if nbytes <= 0 or busy_s <= 0:
             return
         now = self._clock()
         # Never quite nothing: a rate that was measured once stays known.

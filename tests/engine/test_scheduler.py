@@ -9,6 +9,7 @@ import pytest
 from kvtier.engine.batch import Span
 from kvtier.engine.cpu_attention import CpuAttention
 from kvtier.engine.errors import BadSettings
+from kvtier.engine.model import LlamaModel
 from kvtier.engine.request import Request, State
 from kvtier.engine.sampling import SamplingParams
 from kvtier.engine.scheduler import EngineSettings, Work
@@ -18,6 +19,7 @@ from kvtier.tiers.contracts import Answer, Flight, Put
 from kvtier.tiers.errors import TierFull
 from kvtier.tiers.lease import Lease
 from kvtier.tiers.simulated import SimDevice, SimStore
+from kvtier.tiers.table import BlockTable
 from tests.engine.rig import Rig, make_rig, prompts, stored
 from tests.engine.variants import BLOCK, reference, reference_greedy
 
@@ -377,6 +379,29 @@ def test_an_error_in_the_middle_leaves_nothing_held(
     assert {request.finish_reason for request in requests} == {"cancelled"}
     rig.expect_idle()
     assert rig.run(rig.request(requests[0].prompt)) == alone(tiny, requests[0].prompt)
+
+
+def test_who_reads_the_pool_is_told_of_a_launch_that_failed_half_way(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU its first kernels are queued: their slots must not be another's before they ran."""
+    rig = make_rig(tiny, dram=16)
+    told: list[list[int]] = []
+    launched = rig.cache.guard.launched
+
+    def watched(tables: Sequence[tuple[Lease, BlockTable]]) -> None:
+        told.append([lease.id for lease, _ in tables])
+        launched(tables)
+
+    def failing(self: LlamaModel, batch: object, attention: object) -> None:
+        raise RuntimeError("out of memory behind the first layer")
+
+    monkeypatch.setattr(rig.cache.guard, "launched", watched)
+    monkeypatch.setattr(LlamaModel, "forward", failing)
+    with pytest.raises(RuntimeError, match="behind the first layer"):
+        rig.run(rig.request(prompts(rig.config, 40)[0]))
+    assert [len(leases) for leases in told] == [1]
+    rig.expect_idle()
 
 
 def test_a_seeded_draw_does_not_depend_on_what_runs_beside_it(tiny: Path) -> None:

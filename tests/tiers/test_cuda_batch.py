@@ -26,12 +26,18 @@ class Call:
 
 
 class FakeLibrary:
-    def __init__(self, version: int, code: int = 0) -> None:
+    def __init__(self, version: int, code: int = 0, driver: int = 13000) -> None:
         self.cudaMemcpyBatchAsync = Call(code)
+        self.cudaGetLastError = Call(code)
         self.version = version
+        self.driver = driver
 
     def cudaRuntimeGetVersion(self, out: Any) -> int:
         out._obj.value = self.version
+        return 0
+
+    def cudaDriverGetVersion(self, out: Any) -> int:
+        out._obj.value = self.driver
         return 0
 
 
@@ -67,14 +73,25 @@ def test_nothing_to_copy_is_no_call() -> None:
 
 
 def test_a_refusal_is_an_error_with_its_number() -> None:
-    batch = probed(FakeLibrary(12080, code=1))
+    library = FakeLibrary(12080, code=1)
+    batch = probed(library)
     assert batch is not None
     with pytest.raises(RuntimeError, match="CUDA error 1 for 3 copies"):
         batch(SPANS, 1)
+    assert len(library.cudaGetLastError.given) == 1, "nobody else is blamed for it"
+
+
+@pytest.mark.parametrize("code", [36, 801])
+def test_a_driver_that_has_no_such_call_says_so_and_leaves_no_error_behind(code: int) -> None:
+    library = FakeLibrary(12080, code=code)
+    batch = probed(library)
+    assert batch is not None and not batch(SPANS, 1)
+    assert len(library.cudaGetLastError.given) == 1
 
 
 def test_without_the_call_there_is_none() -> None:
     assert probed(FakeLibrary(12070)) is None
+    assert probed(FakeLibrary(12080, driver=12040)) is None, "a newer runtime on an older driver"
     assert probed(object()) is None
     assert BatchCopy.probe("libno_such_library.so.0") is None
 

@@ -45,6 +45,7 @@ def test_old_measurements_count_less_and_an_idle_hour_changes_nothing() -> None:
 def test_what_took_no_time_teaches_nothing() -> None:
     meter = Meter(Clock())
     meter.add(GB, 0.0)
+    meter.add(0, 0.1)  # all of it was called off
     assert meter.bytes_per_s is None
 
 

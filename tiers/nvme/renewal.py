@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 
 from kvtier.index.errors import KvtierError
+from kvtier.tiers.errors import StoreCorrupt
 from kvtier.tiers.nvme.core import Core
 from kvtier.tiers.nvme.health import State
 from kvtier.tiers.nvme.reader import Reader
@@ -56,7 +57,9 @@ class Renewal:
         """The catalogue was found damaged (`StoreCorrupt`), or cannot be relied on after `error`:
         take the store out. From any thread; `begin` follows."""
         self._core.health.take_out(State.REBUILDING if self._may_begin else State.FAILING)
-        self._reason = self._reason or error
+        # Damage is the worse news: opened as it is, a damaged catalogue would fail again.
+        if self._reason is None or isinstance(error, StoreCorrupt):
+            self._reason = error
 
     def begin(self) -> None:
         """Do what is needed, if that may be done now and is not being done."""
@@ -68,19 +71,23 @@ class Renewal:
         if self._task is not None:
             await self._task
 
+    def _reopened(self) -> Opened:
+        """By what is known now: who was still reading may have met damage meanwhile."""
+        assert self._reason is not None
+        return self._reopen(self._reason)
+
     @property
     def _may_begin(self) -> bool:
         return self._not_before is None or self._clock() >= self._not_before
 
     async def _renew(self) -> None:
-        core, reason = self._core, self._reason
-        assert reason is not None
+        core = self._core
         core.health.take_out(State.REBUILDING)
         self._not_before = self._clock() + PAUSE_S
         try:
             await self._writer.rest()
             await self._reader.drain()
-            await core.renew(lambda: self._reopen(reason))
+            await core.renew(self._reopened)
         except (OSError, KvtierError) as error:
             _log.error("NVMe store: its catalogue could not be opened anew: %s", error)
             core.health.take_out(State.FAILING)
