@@ -90,11 +90,9 @@ def test_the_call_names_the_node_and_a_refusal_is_no_error() -> None:
 def test_a_slab_asks_before_its_pages_are_real(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int, int | None]] = []
 
-    def prefer(address: int, nbytes: int, node: int | None) -> bool:
-        (fd,) = [int(each) for each in os.listdir("/proc/self/fd") if is_slab(each)]
-        asked.append((os.fstat(fd).st_blocks, nbytes, node))
-        assert address % PAGE == 0
-        return True
+    def slabs() -> set[str]:
+        """Those of other tests may not have been collected yet."""
+        return {each for each in os.listdir("/proc/self/fd") if is_slab(each)}
 
     def is_slab(fd: str) -> bool:
         try:
@@ -102,10 +100,19 @@ def test_a_slab_asks_before_its_pages_are_real(monkeypatch: pytest.MonkeyPatch) 
         except OSError:
             return False
 
+    def prefer(address: int, nbytes: int, node: int | None) -> bool:
+        (fd,) = slabs() - before
+        asked.append((os.fstat(int(fd)).st_blocks, nbytes, node))
+        assert address % PAGE == 0
+        return True
+
+    other = DramSlab.create(3, 5000)
+    before = slabs()
     monkeypatch.setattr(dram, "prefer", prefer)
     slab = DramSlab.create(3, 5000, node=1)
     assert asked == [(0, slab.geometry.nbytes, 1)]
     slab.close()
+    other.close()
 
 
 def test_the_kernel_takes_the_real_call_and_the_memory_is_whole() -> None:
